@@ -1,0 +1,3 @@
+"""Learning from candidate labels that may be wrong."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,5 @@
+import sys
+
+from urrl.cli import main
+
+sys.exit(main())

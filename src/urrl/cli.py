@@ -1,0 +1,299 @@
+"""`urrl ...`: the commands. torch is imported late, so that --help answers at once."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+import urrl
+from urrl.errors import UserError
+
+TRAIN_EXAMPLES = """examples:
+  urrl train --dataset digits --eta 0.3 --mu 0.3                   URRL, half a minute, no download
+  urrl train --dataset fmnist --eta 0.5 --mu 0.5 --recipe fast     small net, short schedule, for CPUs
+  urrl train --dataset cifar10 --recipe paper --out runs/a         the paper's settings
+  urrl train ... --out runs/a --resume                             go on where it stopped
+  urrl train ... --set phi=0.8 --set w_m=3 --set lr=0.1            any option of the method or of the training
+
+`urrl methods NAME` and `urrl recipes` list the options and their values.
+"""
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message} (see {self.prog} --help)")
+
+
+def parser() -> argparse.ArgumentParser:
+    plain = argparse.RawDescriptionHelpFormatter
+    top = Parser(
+        prog="urrl", description="Learn from candidate labels that may be wrong.", formatter_class=plain,
+        epilog="Start with: urrl demo      Help on a command: urrl train --help",
+    )  # fmt: skip
+    top.add_argument("--version", action="version", version=f"urrl {urrl.__version__}")
+    commands = top.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
+
+    def command(name: str, run: Any, help: str, epilog: str | None = None) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=help, description=help, epilog=epilog, formatter_class=plain)
+        sub.set_defaults(run=run)
+        return sub
+
+    def add_cell(sub: argparse.ArgumentParser) -> None:
+        """What is learned from what."""
+        sub.add_argument("--dataset", required=True, metavar="NAME", help="see `urrl datasets`")
+        sub.add_argument(
+            "--eta",
+            type=float,
+            default=0.3,
+            metavar="E",
+            help="partial rate: a wrong label enters a set with this probability (default 0.3)",
+        )
+        sub.add_argument(
+            "--mu",
+            type=float,
+            default=0.3,
+            metavar="M",
+            help="unreliable rate: the label is corrupted with this probability (default 0.3)",
+        )
+        sub.add_argument(
+            "--convention",
+            default="paper",
+            metavar="NAME",
+            help="how sets are drawn: paper (default), pico+, swap, fredis, clean, clean-forced",
+        )
+        sub.add_argument(
+            "--seed", type=int, default=0, metavar="S", help="of the split, the sets and the training (default 0)"
+        )
+        sub.add_argument(
+            "--split",
+            default="paper",
+            metavar="KIND",
+            help="paper: pooled 4:1:1 (default); official: the data set's own test part",
+        )
+        sub.add_argument("--subset", type=int, metavar="N", help="train on N items only")
+        sub.add_argument(
+            "--data-dir",
+            type=Path,
+            metavar="D",
+            help="where the data files are (default: $URRL_DATA, the cache, or a download)",
+        )
+
+    def add_machine(sub: argparse.ArgumentParser) -> None:
+        sub.add_argument("--device", default="auto", help="auto (default), cpu, cuda, mps ...")
+        sub.add_argument("--threads", type=int, metavar="T", help="CPU threads (default: all)")
+        sub.add_argument("--quiet", action="store_true", help="no progress display")
+
+    sub = command(
+        "train", _train, "Train one method on one data set with generated or saved candidate sets.", TRAIN_EXAMPLES
+    )
+    add_cell(sub)
+    sub.add_argument("--method", default="urrl", metavar="NAME", help="see `urrl methods` (default urrl)")
+    sub.add_argument("--recipe", default="fast", metavar="NAME", help="fast (default) or paper; see `urrl recipes`")
+    sub.add_argument("--epochs", type=int, metavar="N", help="instead of the recipe's")
+    sub.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        dest="settings",
+        metavar="KEY=VALUE",
+        help="any option of the method or the training; may be repeated",
+    )
+    sub.add_argument(
+        "--candidates",
+        type=Path,
+        metavar="FILE",
+        help="candidate sets saved by `urrl generate`, instead of drawing them",
+    )
+    sub.add_argument("--out", type=Path, metavar="DIR", help="the run's folder (default runs/DATASET-METHOD-...)")
+    sub.add_argument(
+        "--resume", action="store_true", help="go on with the run in --out; a finished run is left as it is"
+    )
+    add_machine(sub)
+
+    sub = command("generate", _generate, "Draw candidate sets for a data set and save them.")
+    add_cell(sub)
+    sub.add_argument("--out", type=Path, required=True, metavar="FILE.npz", help="where to save them")
+
+    sub = command("predict", _predict, "Predict with a finished run; writes item, label and confidence as CSV.")
+    sub.add_argument("run_folder", type=Path, metavar="RUN", help="folder of a finished run")
+    sub.add_argument("input", type=Path, metavar="IMAGES.npy", help="uint8 array (n, H, W) or (n, H, W, channels)")
+    sub.add_argument("--out", type=Path, required=True, metavar="FILE.csv", help="where to write the predictions")
+    add_machine(sub)
+
+    sub = command(
+        "demo", _demo, "URRL on handwritten digits beside its lower and upper bound: no download, two minutes."
+    )
+    sub.add_argument("--out", type=Path, default=Path("runs/demo"), metavar="DIR", help="folder (default runs/demo)")
+    add_machine(sub)
+
+    sub = command("show-augment", _show_augment, "A picture of the weak and strong views, to check by eye.")
+    sub.add_argument("--dataset", required=True, metavar="NAME", help="see `urrl datasets`")
+    sub.add_argument("--data-dir", type=Path, metavar="D", help="where the data files are")
+    sub.add_argument("--seed", type=int, default=0, metavar="S")
+    sub.add_argument("--out", type=Path, required=True, metavar="FILE.png", help="where to save it")
+
+    sub = command("methods", _methods, "List the methods, or the options of one.")
+    sub.add_argument("name", nargs="?", metavar="NAME")
+    command("datasets", _datasets, "List the data sets.")
+    command("recipes", _recipes, "List the recipes and what they set.")
+    return top
+
+
+def main() -> int:
+    """The program: one line and exit code 2 for a user's mistake, never a traceback for it."""
+    arguments = sys.argv[1:]
+    try:
+        parsed = parser().parse_args(arguments)
+        if parsed.command is None:
+            parser().print_help()
+            return 0
+        parsed.run(parsed)
+        return 0
+    except UserError as error:
+        print(f"urrl: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"urrl: {error.filename or 'file'}: {error.strerror or error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        again = [a for a in arguments if a != "--resume"] + (["--resume"] if arguments[:1] == ["train"] else [])
+        print(f"\nurrl: stopped; to go on: {shlex.join(['urrl', *again])}", file=sys.stderr)
+        return 130
+
+
+def _torch(args: argparse.Namespace) -> None:
+    """Settings of the machine, before any work."""
+    import torch
+
+    if args.threads is not None:
+        if args.threads < 1:
+            raise UserError(f"--threads must be at least 1, not {args.threads}")
+        torch.set_num_threads(args.threads)
+
+
+def _train(args: argparse.Namespace) -> None:
+    from urrl.config import parse_settings
+    from urrl.run import make_run, train
+    from urrl.train import Diverged
+
+    settings = parse_settings(args.settings)
+    if args.epochs is not None:
+        if "epochs" in settings:
+            raise UserError("epochs is given twice: by --epochs and by --set")
+        settings["epochs"] = args.epochs
+    _torch(args)
+    run, dataset, splits, sets = make_run(
+        args.dataset, args.method, args.recipe, settings, eta=args.eta, mu=args.mu, convention=args.convention,
+        seed=args.seed, split_kind=args.split, subset=args.subset, data_dir=args.data_dir, candidates=args.candidates,
+    )  # fmt: skip
+    folder = (
+        args.out or Path("runs") / f"{run.dataset}-{run.method}-eta{run.eta}-mu{run.mu}-{run.recipe}-seed{run.seed}"
+    )
+    try:
+        result = train(run, dataset, splits, sets, folder, args.resume, args.device, _progress(args))
+    except Diverged as error:
+        print(f"urrl: {error}; {folder} keeps the last good epoch", file=sys.stderr)
+        sys.exit(1)
+    _print_result(result, folder)
+
+
+def _progress(args: argparse.Namespace, label: str = "") -> Any:
+    from urrl.progress import Progress
+
+    return Progress(args.quiet, label)
+
+
+def _print_result(r: dict[str, Any], folder: Path) -> None:
+    right = "" if r["corrected_precision"] is None else f", {r['corrected_precision']:.1%} of them right"
+    bound = f" (the {r['bound']} bound)" if r["bound"] else ""
+    best = f"epoch {r['best_epoch'] + 1} of {r['epochs']}, validation {r['val_accuracy']:.2%}"
+    print(f"""{r["method"]}{bound} on {r["dataset"]}, eta {r["eta"]}, mu {r["mu"]}, seed {r["seed"]}
+test accuracy     {r["test_accuracy"]:.2%}   ({best})
+candidate sets    {r["corrected"]} labels added{right}
+                  they hold the true label: {r["true_in_set_before"]:.1%} before, {r["true_in_set_after"]:.1%} now
+training labels   {r["label_accuracy"]:.2%} right
+cost              {r["seconds"]:.0f} s, {r["train_flops"]:.3g} FLOPs, {r["samples_per_second"]:.0f} items/s
+run folder        {folder}   (curves.png, result.json)""")
+
+
+def _generate(args: argparse.Namespace) -> None:
+    from urrl.candidates import generate
+    from urrl.data import load, split
+    from urrl.evaluate import true_in_set
+
+    if args.out.exists():
+        raise UserError(f"{args.out}: exists; nothing was changed")
+    dataset = load(args.dataset, args.data_dir)
+    train_part = split(dataset, args.split, args.seed, args.subset).train
+    sets = generate(train_part.y, len(dataset.classes), args.eta, args.mu, args.convention, args.seed)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    sets.save(args.out)
+    print(f"{len(sets)} sets of {sets.n_classes} classes, mean size {sets.mean_size:.2f}, "
+          f"true label missing in {1 - true_in_set(sets.mask, train_part.y):.2%}")  # fmt: skip
+    print(f"{args.out}   sha256 {sets.sha256}")
+
+
+def _predict(args: argparse.Namespace) -> None:
+    _torch(args)
+    from urrl.predict import predict_file
+
+    n = predict_file(args.run_folder, args.input, args.out, args.device)
+    print(f"{n} predictions in {args.out}")
+
+
+def _demo(args: argparse.Namespace) -> None:
+    _torch(args)
+    from urrl.demo import demo
+
+    demo(args.out, args.device, args.quiet)
+
+
+def _show_augment(args: argparse.Namespace) -> None:
+    from urrl.data import load
+    from urrl.data.augment import POLICIES, save_picture
+
+    dataset = load(args.dataset, args.data_dir)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    save_picture(dataset.x[:8], POLICIES[dataset.augment], args.out, args.seed)
+    print(args.out)
+
+
+def _methods(args: argparse.Namespace) -> None:
+    from urrl.config import describe
+    from urrl.methods import METHODS, find_method
+
+    if args.name is None:
+        for name, kind in METHODS.items():
+            first = (sys.modules[kind.__module__].__doc__ or "").strip().splitlines()[0]
+            print(f"{name:<12} {first}")
+        return
+    for option, type_name, default, doc in describe(find_method(args.name).Config):
+        print(f"{option:<20} {type_name:<6} {default!s:<8} {doc}")
+
+
+def _datasets(args: argparse.Namespace) -> None:
+    from urrl.data import DATASETS
+
+    for name, function in DATASETS.items():
+        print(f"{name:<10} {(function.__doc__ or '').strip().splitlines()[0]}")
+
+
+def _recipes(args: argparse.Namespace) -> None:
+    from urrl.config import RECIPES, Training, describe
+    from urrl.data import DATASETS
+
+    for name, recipe in RECIPES.items():
+        print(f"{name:<6} {(recipe.__doc__ or '').strip()}")
+        for dataset in DATASETS:
+            values = ", ".join(f"{k}={v}" for k, v in recipe(dataset, "urrl").items())
+            print(f"       {dataset:<10} {values or 'all defaults'}")
+    print("\noptions of the training (--set KEY=VALUE), with their defaults:")
+    for option, kind, default, doc in describe(Training):
+        print(f"{option:<14} {kind:<6} {default!s:<8} {doc}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

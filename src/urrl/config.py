@@ -1,0 +1,147 @@
+"""Every setting of a run, with a line of doc each; strict on unknown keys, types and ranges; named recipes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from urrl.errors import UserError
+
+T = TypeVar("T")
+
+
+def option(default: Any, doc: str, low: float | None = None, high: float | None = None,
+           choices: tuple[str, ...] = ()) -> Any:  # fmt: skip
+    """A dataclass field with its doc and its range, both ends included."""
+    return field(default=default, metadata={"doc": doc, "low": low, "high": high, "choices": choices})
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a network is trained, whatever the method."""
+
+    net: str = option("preact", "network: preact (PreAct ResNet-18), fast (for CPUs) or mlp (feature vectors)")
+    width: int = option(64, "channels of the first stage", 1, 4096)
+    embed_dim: int = option(50, "size d of the embedding q", 1, 65536)
+    head: str = option("linear", "embedding head", choices=("linear", "mlp"))
+    epochs: int = option(500, "passes over the training part", 1, 100_000)
+    batch_size: int = option(256, "items a step", 2, 1_000_000)
+    lr: float = option(0.05, "highest learning rate", 0)
+    warmup: float = option(0.0, "share of all steps in which the learning rate climbs to its highest", 0, 1)
+    schedule: str = option("cosine", "how the learning rate falls to zero", choices=("cosine", "linear"))
+    momentum: float = option(0.9, "SGD momentum", 0, 1)
+    nesterov: bool = option(False, "Nesterov momentum")
+    weight_decay: float = option(1e-3, "L2 penalty", 0)
+    decay_norm: bool = option(True, "weight decay on biases and normalisation layers too")
+    ema: float = option(0.0, "decay of the averaged weights that are evaluated; 0 = none", 0, 1)
+    flip_test: bool = option(False, "predict with the mean over the image and its mirror image")
+    patience: int = option(25, "stop after so many epochs without a better validation; 0 = never", 0)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One cell of a table: what is trained on what."""
+
+    dataset: str
+    method: str
+    eta: float
+    mu: float
+    convention: str
+    seed: int
+    recipe: str
+    split: str
+    subset: int | None
+    training: Training
+    options: Any  # the method's own Config
+    sets_sha256: str | None = None  # of candidate sets that came from a file instead of a generator
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def describe(config: type) -> list[tuple[str, str, Any, str]]:
+    """(name, type, default, doc) of every option."""
+    return [(f.name, str(f.type), f.default, f.metadata["doc"]) for f in dataclasses.fields(config)]
+
+
+def build(config: type[T], values: dict[str, Any]) -> T:
+    """A config from plain values: every key known, every value of the right type and in range."""
+    fields = {f.name: f for f in dataclasses.fields(config)}  # type: ignore[arg-type]
+    checked = {}
+    for name, value in values.items():
+        if name not in fields:
+            raise UserError(f"option {name!r} is unknown; there are: {', '.join(fields)}")
+        f = fields[name]
+        kind = {"int": int, "float": float, "bool": bool, "str": str}[str(f.type)]
+        if kind is float and type(value) is int:
+            value = float(value)
+        if type(value) is not kind:
+            raise UserError(f"option {name} takes {_ARTICLE[kind]}, not {value!r}")
+        low, high, choices = (f.metadata[key] for key in ("low", "high", "choices"))
+        if kind in (int, float) and not ((low is None or value >= low) and (high is None or value <= high)):
+            if high is None:
+                raise UserError(f"option {name} must be at least {low}, not {value}")
+            raise UserError(f"option {name} must be between {low} and {high}, not {value}")
+        if choices and value not in choices:
+            raise UserError(f"option {name} must be one of {', '.join(choices)}, not {value!r}")
+        checked[name] = value
+    return config(**checked)
+
+
+_ARTICLE = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}
+
+
+def parse_settings(settings: list[str]) -> dict[str, Any]:
+    """`["w_m=3", "use_cr=false"]` -> values; a word that is no JSON stays a string."""
+    values: dict[str, Any] = {}
+    for setting in settings:
+        name, equals, text = setting.partition("=")
+        if not equals or not name:
+            raise UserError(f"--set takes KEY=VALUE, not {setting!r}")
+        if name in values:
+            raise UserError(f"--set {name} is given twice")
+        try:
+            values[name] = json.loads(text)
+        except ValueError:
+            values[name] = text
+    return values
+
+
+def _paper(dataset: str, method: str) -> dict[str, Any]:
+    """The paper's settings as printed; the defaults of Training and of each Config are the paper's."""
+    return {"phi": 0.8} if (dataset, method) == ("cifar100", "urrl") else {}
+
+
+def _fast(dataset: str, method: str) -> dict[str, Any]:
+    """For two cores: a small net, a short schedule with a warm-up, no early stop."""
+    values: dict[str, Any] = dict(
+        net="fast", width=32, embed_dim=64, epochs=15, lr=0.1, warmup=0.2, schedule="linear", nesterov=True,
+        weight_decay=5e-4, decay_norm=False, patience=0, flip_test=True,
+    )  # fmt: skip
+    if dataset == "digits":
+        values |= dict(width=16, epochs=60, batch_size=64, flip_test=False)
+    return values
+
+
+RECIPES = {"paper": _paper, "fast": _fast}
+
+
+def resolve(dataset: str, method: str, recipe: str, method_config: type, settings: dict[str, Any],
+            **cell: Any) -> Run:  # fmt: skip
+    """A run from its recipe and the user's own settings, which go over the recipe's."""
+    if recipe not in RECIPES:
+        raise UserError(f"recipe {recipe!r} is unknown; there are: {', '.join(RECIPES)}")
+    training = {f.name for f in dataclasses.fields(Training)}
+    own = {f.name for f in dataclasses.fields(method_config)}
+    for name in settings:
+        if name not in training | own:
+            known = ", ".join(sorted(own) + sorted(training))
+            raise UserError(f"--set {name}: no such option for method {method!r}; there are: {known}")
+    values = RECIPES[recipe](dataset, method) | settings
+    return Run(
+        dataset=dataset, method=method, recipe=recipe, **cell,
+        training=build(Training, {k: v for k, v in values.items() if k in training}),
+        options=build(method_config, {k: v for k, v in values.items() if k in own}),
+    )  # fmt: skip

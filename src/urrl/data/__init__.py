@@ -1,0 +1,76 @@
+"""Datasets by name, and their seeded splits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from urrl.data.readers import Dataset, cifar10, cifar100, digits, fmnist
+from urrl.errors import UserError
+from urrl.seeding import generator
+
+__all__ = ["DATASETS", "Dataset", "Part", "Splits", "load", "split"]
+
+DATASETS: dict[str, Callable[[Path | None], Dataset]] = {
+    "digits": digits,
+    "fmnist": fmnist,
+    "cifar10": cifar10,
+    "cifar100": cifar100,
+}
+
+
+def load(name: str, data_dir: Path | str | None = None) -> Dataset:
+    """A dataset by name; `data_dir` is where to look for its files first."""
+    if name not in DATASETS:
+        raise UserError(f"unknown dataset {name!r}; known: {', '.join(DATASETS)}")
+    if data_dir is not None and not Path(data_dir).is_dir():
+        raise UserError(f"the data folder {data_dir} does not exist")
+    return DATASETS[name](None if data_dir is None else Path(data_dir))
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Some rows of a dataset."""
+
+    x: Tensor  # (n, ch, H, W) uint8, contiguous
+    y: Tensor  # (n,) int64
+    index: Tensor  # (n,) int64, the row in the pooled set
+
+
+@dataclass(frozen=True, eq=False)
+class Splits:
+    train: Part
+    val: Part
+    test: Part
+
+
+def split(dataset: Dataset, kind: str = "paper", seed: int = 0, subset: int | None = None) -> Splits:
+    """Split into train, val and test; the same seed gives the same split.
+
+    "paper":    train and test pooled, shuffled, 4:1:1 (70,000 -> 46,666/11,666/11,668, the paper's sizes).
+    "official": the official test part; the rest shuffled, a sixth of it for validation.
+    subset:     keep the first N training rows and N // 4 validation rows, for quick runs; test stays whole.
+    """
+    rows = len(dataset.y)
+    rng = generator(seed, "split")
+    if kind == "paper":
+        order = torch.randperm(rows, generator=rng)
+        train, val, test = order.tensor_split((rows * 4 // 6, rows * 4 // 6 + rows // 6))
+    elif kind == "official":
+        if not dataset.official_test:
+            raise UserError(f"{dataset.name} has no official test part: use the split 'paper'")
+        rest = rows - dataset.official_test
+        train, val = torch.randperm(rest, generator=rng).tensor_split((rest - rest // 6,))
+        test = torch.arange(rest, rows)
+    else:
+        raise UserError(f"unknown split {kind!r}; known: paper, official")
+
+    if subset is not None:
+        if not 1 <= subset <= len(train):
+            raise UserError(f"subset must be from 1 to {len(train)} (the training rows), not {subset}")
+        train, val = train[:subset], val[: max(1, subset // 4)]
+    return Splits(*(Part(dataset.x[index], dataset.y[index], index) for index in (train, val, test)))

@@ -1,0 +1,161 @@
+"""The image sets: each function checks and reads the official files into one uint8 tensor.
+
+Adding a dataset: one function here, one line in `DATASETS`.
+"""
+
+from __future__ import annotations
+
+import gzip
+import math
+import struct
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from urrl.data.download import Source, locate
+from urrl.errors import UserError
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """All images of a set, pooled: official training rows first, then official test rows."""
+
+    name: str
+    x: Tensor  # (N, ch, H, W) uint8
+    y: Tensor  # (N,) int64, the true labels: only for making candidate sets and for evaluation
+    classes: tuple[str, ...]
+    official_test: int  # how many of the last rows are the official test part; 0 = the set has none
+    augment: str  # name of the augmentation policy
+
+
+FMNIST_SITE = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com"
+FMNIST = Source(
+    files={
+        "train-images-idx3-ubyte.gz": 60_000,
+        "train-labels-idx1-ubyte.gz": 60_000,
+        "t10k-images-idx3-ubyte.gz": 10_000,
+        "t10k-labels-idx1-ubyte.gz": 10_000,
+    },
+    folders=("fashion-mnist", "FashionMNIST/raw"),
+    # For downloads alone: Debian compresses the same bytes again, so its .gz files have other checksums.
+    urls={
+        f"{FMNIST_SITE}/train-images-idx3-ubyte.gz": "8d4fb7e6c68d591d4c3dfef9ec88bf0d",
+        f"{FMNIST_SITE}/train-labels-idx1-ubyte.gz": "25c81989df183df01b3e8a0aad5dffbe",
+        f"{FMNIST_SITE}/t10k-images-idx3-ubyte.gz": "bef4ecab320f06d8554ea6380940ec79",
+        f"{FMNIST_SITE}/t10k-labels-idx1-ubyte.gz": "bb300cfdad3c16e7a12a480ee83cd310",
+    },
+    installed=Path("/usr/share/datasets/fashion-mnist"),
+    hint=" (on Debian: apt-get install dataset-fashion-mnist)",
+)
+CIFAR10 = Source(
+    files={f"data_batch_{i}.bin": 10_000 for i in range(1, 6)} | {"test_batch.bin": 10_000},
+    folders=("cifar-10-batches-bin",),
+    urls={"https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz": "c32a1d4ab5d03f1284b67883e8d87530"},
+)
+CIFAR100 = Source(
+    files={"train.bin": 50_000, "test.bin": 10_000},
+    folders=("cifar-100-binary",),
+    urls={"https://www.cs.toronto.edu/~kriz/cifar-100-binary.tar.gz": "03b5dce01913d631647c71ecec9e9cb8"},
+)
+
+DIGITS_CLASSES = tuple("0123456789")
+FMNIST_CLASSES = (
+    "T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot",
+)  # fmt: skip
+CIFAR10_CLASSES = (
+    "airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck",
+)  # fmt: skip
+CIFAR100_CLASSES = (
+    "apple", "aquarium_fish", "baby", "bear", "beaver", "bed", "bee", "beetle", "bicycle", "bottle", "bowl",
+    "boy", "bridge", "bus", "butterfly", "camel", "can", "castle", "caterpillar", "cattle", "chair",
+    "chimpanzee", "clock", "cloud", "cockroach", "couch", "crab", "crocodile", "cup", "dinosaur", "dolphin",
+    "elephant", "flatfish", "forest", "fox", "girl", "hamster", "house", "kangaroo", "keyboard", "lamp",
+    "lawn_mower", "leopard", "lion", "lizard", "lobster", "man", "maple_tree", "motorcycle", "mountain",
+    "mouse", "mushroom", "oak_tree", "orange", "orchid", "otter", "palm_tree", "pear", "pickup_truck",
+    "pine_tree", "plain", "plate", "poppy", "porcupine", "possum", "rabbit", "raccoon", "ray", "road",
+    "rocket", "rose", "sea", "seal", "shark", "shrew", "skunk", "skyscraper", "snail", "snake", "spider",
+    "squirrel", "streetcar", "sunflower", "sweet_pepper", "table", "tank", "telephone", "television", "tiger",
+    "tractor", "train", "trout", "tulip", "turtle", "wardrobe", "whale", "willow_tree", "wolf", "woman",
+    "worm",
+)  # fmt: skip
+
+
+def digits(data_dir: Path | None = None) -> Dataset:
+    """Handwritten digits, 8x8, inside scikit-learn: needs no file."""
+    from sklearn.datasets import load_digits
+
+    bunch = load_digits()
+    x = torch.from_numpy(bunch.images).mul(255 / 16).round().to(torch.uint8)  # values 0..16 -> 0..255
+    y = torch.from_numpy(bunch.target).long()
+    return Dataset("digits", x.unsqueeze(1), y, DIGITS_CLASSES, official_test=0, augment="digits")
+
+
+def fmnist(data_dir: Path | None = None) -> Dataset:
+    folder = locate(FMNIST, data_dir)
+    images, labels = [], []
+    for name, rows in FMNIST.files.items():
+        if "images" in name:
+            images.append(read_idx(folder / name, (rows, 28, 28)))
+        else:
+            labels.append(_labels(folder / name, read_idx(folder / name, (rows,)), len(FMNIST_CLASSES)))
+    x = torch.cat(images).unsqueeze(1)
+    return Dataset("fmnist", x, torch.cat(labels), FMNIST_CLASSES, FMNIST.test_rows, augment="fmnist")
+
+
+def cifar10(data_dir: Path | None = None) -> Dataset:
+    return _cifar("cifar10", CIFAR10, data_dir, CIFAR10_CLASSES, labels=1)
+
+
+def cifar100(data_dir: Path | None = None) -> Dataset:
+    return _cifar("cifar100", CIFAR100, data_dir, CIFAR100_CLASSES, labels=2)
+
+
+def _cifar(name: str, source: Source, data_dir: Path | None, classes: tuple[str, ...], labels: int) -> Dataset:
+    folder = locate(source, data_dir)
+    parts = [read_cifar(folder / file, rows, len(classes), labels) for file, rows in source.files.items()]
+    x, y = (torch.cat(column) for column in zip(*parts, strict=True))
+    return Dataset(name, x, y, classes, source.test_rows, augment="cifar")
+
+
+def read_idx(path: Path, shape: tuple[int, ...]) -> Tensor:
+    """Read an idx.gz file of bytes: magic 0, 0, 8, dimensions; each size as big-endian int32; the values."""
+    header = struct.pack(f">{1 + len(shape)}I", 0x800 + len(shape), *shape)
+    size = math.prod(shape)
+    try:
+        with gzip.open(path) as file:
+            # One byte more than expected: shows a file that is too long, and reaches gzip's own checksum.
+            head, values = file.read(len(header)), file.read(size + 1)
+    except (OSError, EOFError, zlib.error) as error:
+        raise UserError(f"cannot read {path}: {error}") from error
+    if head[:4] != header[:4]:
+        raise UserError(f"{path}: not an idx file of bytes in {len(shape)} dimension(s) (wrong magic number)")
+    if head != header or len(values) != size:
+        raise UserError(f"{path}: does not hold the {' x '.join(map(str, shape))} values that it should")
+    return _bytes(values).view(shape)
+
+
+def read_cifar(path: Path, rows: int, classes: int, labels: int) -> tuple[Tensor, Tensor]:
+    """Read a CIFAR binary file. A row: `labels` bytes, the last one is the (fine) label; then 3x32x32."""
+    width = labels + 3 * 32 * 32
+    try:
+        with open(path, "rb") as file:
+            data = file.read(rows * width + 1)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error}") from error
+    if len(data) != rows * width:
+        raise UserError(f"{path}: wrong size, it should hold {rows} rows of {width} bytes")
+    table = _bytes(data).view(rows, width)
+    return table[:, labels:].reshape(rows, 3, 32, 32), _labels(path, table[:, labels - 1], classes)
+
+
+def _bytes(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)  # a copy: torch wants memory it may write to
+
+
+def _labels(path: Path, y: Tensor, classes: int) -> Tensor:
+    if int(y.max()) >= classes:
+        raise UserError(f"{path}: label {int(y.max())} is out of range, there are {classes} classes")
+    return y.long()

@@ -1,0 +1,69 @@
+"""What every method is: a module whose buffers are all of its memory, with three hooks in the one loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from urrl.candidates import CandidateSets
+from urrl.functional import softmax_on, uniform_on
+from urrl.nets import Network, Out
+
+
+class Batch(NamedTuple):
+    index: Tensor  # (B,) rows of the training part; a batch has no labels, ever
+    views: dict[str, Tensor]  # augmented images, (B, ...) each
+
+
+class Step(NamedTuple):
+    total: Tensor  # what is minimised
+    terms: dict[str, Tensor]  # its parts, for people
+    outs: dict[str, Out]  # of every view
+
+
+@dataclass(frozen=True)
+class NoOptions:
+    """For methods without hyperparameters."""
+
+
+class Method(nn.Module):
+    """Candidate sets S and label distribution l are buffers, as is whatever a subclass adds: they checkpoint
+    by themselves. `l` sums to 1 and lives on S."""
+
+    Config: ClassVar[type] = NoOptions
+    views: tuple[str, ...] = ("weak",)
+    bound: ClassVar[str | None] = None  # "upper" or "lower": not a method to use but a line to compare with
+    S: Tensor
+    l: Tensor
+
+    def __init__(self, net: Network, sets: CandidateSets, config: Any):
+        super().__init__()
+        self.net = net
+        self.config = config
+        self.register_buffer("S", sets.mask.clone())
+        self.register_buffer("l", uniform_on(sets.mask))
+
+    def begin_epoch(self, epoch: int, infer: Callable[[], Out]) -> dict[str, float]:
+        """Before an epoch; `infer()` gives the outputs for all training items, un-augmented, in index order.
+        Returns figures for the epoch's record."""
+        return {}
+
+    def loss(self, batch: Batch) -> Step:
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def refine(self, batch: Batch, step: Step) -> None:
+        """After a step: l from the step's own outputs, the geometric mean of the batch's views renormalised
+        on S. sqrt(f_w f_s) over its sum on S is the softmax of the mean logits on S: normalisers cancel."""
+        logits = torch.stack([step.outs[view].logits.detach().float() for view in batch.views]).mean(0)
+        self.l[batch.index] = softmax_on(self.S[batch.index], logits)
+
+    def forward_views(self, views: dict[str, Tensor]) -> dict[str, Out]:
+        """One forward for all views."""
+        size = len(next(iter(views.values())))
+        out = self.net(torch.cat(list(views.values())))
+        return {view: Out(*part) for view, part in zip(views, zip(*(t.split(size) for t in out)))}

@@ -1,0 +1,55 @@
+"""A network = backbone + classifier f on its feature + unit-norm embedding q on the same feature."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from urrl.errors import UserError
+from urrl.nets.fast import FastResNet
+from urrl.nets.mlp import MLP
+from urrl.nets.preact_resnet import PreActResNet18
+
+
+class Out(NamedTuple):
+    logits: Tensor  # (B, C)
+    q: Tensor  # (B, d), unit norm
+
+
+class Network(nn.Module):
+    def __init__(self, backbone: nn.Module, n_classes: int, embed_dim: int, head: str):
+        super().__init__()
+        width: int = backbone.out_features  # type: ignore[assignment]
+        self.backbone = backbone
+        self.embed_dim = embed_dim
+        self.classifier = nn.Linear(width, n_classes)
+        if head == "linear":
+            self.embed: nn.Module = nn.Linear(width, embed_dim)
+        elif head == "mlp":
+            self.embed = nn.Sequential(nn.Linear(width, width), nn.ReLU(inplace=True), nn.Linear(width, embed_dim))
+        else:
+            raise UserError(f"head {head!r} is unknown; there are: linear, mlp")
+
+    def forward(self, x: Tensor) -> Out:
+        feature = self.backbone(x)  # (B, width)
+        # NOTE: the paper writes f(q); the works it builds on put f on the backbone's feature, and so do we.
+        return Out(self.classifier(feature), F.normalize(self.embed(feature).float(), dim=1))
+
+
+NETS: dict[str, Callable[[tuple[int, ...], int], nn.Module]] = {  # (shape of one item, width) -> backbone
+    "preact": lambda shape, width: PreActResNet18(shape[0], width),
+    "fast": FastResNet,
+    "mlp": MLP,
+}
+
+
+def build_network(name: str, shape: tuple[int, ...], n_classes: int, width: int, embed_dim: int, head: str) -> Network:
+    if name not in NETS:
+        raise UserError(f"net {name!r} is unknown; there are: {', '.join(NETS)}")
+    if (name == "mlp") != (len(shape) == 1):
+        kind = "feature vectors" if len(shape) == 1 else "images"
+        raise UserError(f"net {name!r} does not take {kind}; choose {'mlp' if len(shape) == 1 else 'fast'}")
+    return Network(NETS[name](shape, width), n_classes, embed_dim, head)

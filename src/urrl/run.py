@@ -1,0 +1,153 @@
+"""The life of a run's folder: config.json, candidates.npz, metrics.jsonl (a line an epoch), last.ckpt and
+previous.ckpt, then model.ckpt, curves.png and, last of all, result.json: a folder with a result is done."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import urrl
+from urrl import checkpoint
+from urrl.candidates import CandidateSets, generate
+from urrl.config import Run, resolve
+from urrl.data import Dataset, Splits, load, split
+from urrl.data.augment import POLICIES
+from urrl.errors import UserError
+from urrl.evaluate import label_report, part_accuracy
+from urrl.files import write_json
+from urrl.methods import METHODS, find_method
+from urrl.nets import Network, build_network
+from urrl.plots import draw_curves
+from urrl.progress import Progress
+from urrl.seeding import derive_seed
+from urrl.train import fit
+
+
+def make_run(
+    dataset_name: str, method: str, recipe: str, settings: dict[str, Any], *, eta: float, mu: float, seed: int,
+    convention: str = "paper", split_kind: str = "paper", subset: int | None = None, data_dir: Path | None = None,
+    candidates: Path | None = None,
+) -> tuple[Run, Dataset, Splits, CandidateSets]:  # fmt: skip
+    """A run, checked, with its data and candidate sets. The sets depend on the cell alone, not on the method."""
+    config = find_method(method).Config
+    run = resolve(dataset_name, method, recipe, config, settings, eta=eta, mu=mu, convention=convention, seed=seed,
+                  split=split_kind, subset=subset)  # fmt: skip
+    dataset = load(dataset_name, data_dir)
+    splits = split(dataset, split_kind, seed, subset)
+    if candidates is None:
+        return run, dataset, splits, generate(splits.train.y, len(dataset.classes), eta, mu, convention, seed)
+    sets = CandidateSets.load(candidates)
+    if sets.mask.shape != (len(splits.train.y), len(dataset.classes)):
+        n, c = sets.mask.shape
+        raise UserError(f"{candidates}: {n} sets of {c} classes, but the training part has {len(splits.train.y)} items "
+                        f"of {len(dataset.classes)} classes (were --split, --seed or --subset others?)")  # fmt: skip
+    return dataclasses.replace(run, sets_sha256=sets.sha256), dataset, splits, sets
+
+
+def open_folder(folder: Path, run: Run, resume: bool) -> dict[str, Any] | None:
+    """Make the folder or check that it holds this very run. Returns its result where it is done already."""
+    config = folder / "config.json"
+    if config.exists():
+        try:
+            held = json.loads(config.read_text())
+        except ValueError:
+            raise UserError(f"{config}: damaged, cannot tell which run this is") from None
+        held.pop("version", None)
+        wanted = json.loads(json.dumps(run.to_dict()))
+        if held != wanted:
+            differing = sorted(k for k in held.keys() | wanted.keys() if held.get(k) != wanted.get(k))
+            raise UserError(f"{folder}: holds another run (it differs in {', '.join(differing)}); nothing was changed")
+        if not resume:
+            raise UserError(f"{folder}: holds this run already; add --resume to go on, or choose another --out")
+        result = folder / "result.json"
+        return json.loads(result.read_text()) if result.exists() else None
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder}: exists and is not a run's folder; nothing was changed")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(config, {**run.to_dict(), "version": urrl.__version__})
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be written ({error.strerror})") from None
+    return None
+
+
+def pick_device(name: str) -> torch.device:
+    if name != "auto":
+        try:
+            torch.empty(0, device=name)
+        except (RuntimeError, AssertionError) as error:
+            raise UserError(f"device {name!r} cannot be used here ({str(error).splitlines()[0]})") from None
+        return torch.device(name)
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+
+
+def train(run: Run, dataset: Dataset, splits: Splits, sets: CandidateSets, folder: Path, resume: bool = False,
+          device: str = "auto", show: Progress | None = None) -> dict[str, Any]:  # fmt: skip
+    """Train one run into its folder and return its result."""
+    show = show or Progress(quiet=True)
+    if done := open_folder(folder, run, resume):
+        return done
+    saved_sets = folder / "candidates.npz"
+    if saved_sets.exists():
+        if CandidateSets.load(saved_sets).sha256 != sets.sha256:
+            raise UserError(f"{saved_sets}: are not the candidate sets of this run")
+    else:
+        sets.save(saved_sets)
+
+    kind = METHODS[run.method]
+    policy = POLICIES[dataset.augment]
+    given = CandidateSets.of_labels(splits.train.y, sets.n_classes) if kind.bound == "upper" else sets
+    torch.manual_seed(derive_seed(run.seed, "weights"))
+    t = run.training
+    shape = tuple(splits.train.x.shape[1:])
+    net = build_network(t.net, shape, sets.n_classes, t.width, t.embed_dim, t.head)
+    if len(shape) == 3:
+        net = net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # twice as fast on CPUs
+    method = kind(net, given, run.options).to(pick_device(device))
+
+    def examine(judged: Network) -> dict[str, Any]:
+        report = label_report(method, given.mask, splits.train.y)
+        val = part_accuracy(judged, splits.val, policy, t.flip_test)
+        return {"val_accuracy": val, **report}
+
+    with show:
+        state = fit(method, splits.train.x, policy, t, run.seed, examine, folder, resume, show)
+    net.load_state_dict(state.best_weights)
+    test_accuracy = part_accuracy(net, splits.test, policy, t.flip_test)  # the test part is touched here, once
+    checkpoint.save(folder / checkpoint.MODEL, {"weights": state.best_weights, "classes": list(dataset.classes),
+                                                "shape": list(shape), "augment": dataset.augment})  # fmt: skip
+    draw_curves(state.history, folder / "curves.png", f"{run.method} on {run.dataset}, η={run.eta}, μ={run.mu}")
+    result = {
+        "method": run.method,
+        "dataset": run.dataset,
+        "eta": run.eta,
+        "mu": run.mu,
+        "convention": run.convention,
+        "seed": run.seed,
+        "recipe": run.recipe,
+        "bound": kind.bound,
+        "test_accuracy": test_accuracy,
+        "val_accuracy": state.best,
+        "best_epoch": state.best_epoch,
+        "epochs": state.epoch,
+        "seconds": round(state.seconds, 3),
+        "train_flops": state.flops,
+        "samples_per_second": round(len(splits.train.x) * state.epoch / state.seconds, 1),
+        **label_report(method, given.mask, splits.train.y),
+        "mean_set_size": sets.mean_size,
+        "n_train": len(splits.train.x),
+        "n_test": len(splits.test.x),
+        "parameters": sum(p.numel() for p in net.parameters()),
+        "sets_sha256": sets.sha256,
+        "version": urrl.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+    }
+    write_json(folder / "result.json", result)
+    return result

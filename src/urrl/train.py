@@ -1,0 +1,178 @@
+"""The training loop, the only one.
+
+Randomness is a function of (seed, epoch): the order, the augmentation and the method's own draws are seeded anew
+at each epoch, so that a resumed run goes on bit for bit from the end of its last epoch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from urrl import checkpoint
+from urrl.config import Training
+from urrl.data.augment import Policy, make_views
+from urrl.evaluate import infer
+from urrl.files import write_text
+from urrl.methods import Batch, Method
+from urrl.nets import Network
+from urrl.progress import Progress
+from urrl.seeding import derive_seed, generator
+
+
+class Diverged(Exception):
+    """The loss is not a number any more. The last good state is kept."""
+
+
+@dataclass
+class State:
+    """What moves besides the method, the optimiser and the averaged weights."""
+
+    epoch: int = 0  # epochs finished
+    best: float = -1.0
+    best_epoch: int = 0
+    best_weights: dict[str, Tensor] = field(default_factory=dict)
+    flops: int = 0  # of everything since the start: steps, passes over all items, neighbours, validation
+    seconds: float = 0.0
+    history: list[dict[str, Any]] = field(default_factory=list)  # a record an epoch, as in metrics.jsonl
+
+
+def fit(method: Method, x: Tensor, policy: Policy, training: Training, seed: int,
+        examine: Callable[[Network], dict[str, Any]], folder: Path, resume: bool, show: Progress) -> State:  # fmt: skip
+    """Train `method` on x (n, ...). `examine(net)` is asked after each epoch for a record with "val_accuracy", by
+    which the best epoch is chosen. Writes metrics.jsonl and the checkpoints into the folder."""
+    net = method.net
+    x = x.to(next(net.parameters()).device)
+    average = copy.deepcopy(net) if training.ema else None
+    judged = average or net  # what is evaluated, and what sees all items between epochs
+    optimiser = torch.optim.SGD(
+        _parameter_groups(net, training), training.lr, training.momentum, nesterov=training.nesterov
+    )
+    state = State()
+    if resume and (saved := checkpoint.load_epoch(folder, show.say)):
+        method.load_state_dict(saved["method"])
+        optimiser.load_state_dict(saved["optimiser"])
+        if average is not None:
+            average.load_state_dict(saved["average"])
+        state = State(**saved["state"])
+    # A killed run can have written a line that its checkpoint does not know: the checkpoint is right.
+    write_text(folder / "metrics.jsonl", "".join(json.dumps(record) + "\n" for record in state.history))
+
+    steps = math.ceil(len(x) / training.batch_size)
+    show.start(training.epochs, steps, state.epoch)
+    for epoch in range(state.epoch, training.epochs):
+        if training.patience and epoch - state.best_epoch > training.patience:
+            break
+        began = time.perf_counter()
+        torch.manual_seed(derive_seed(seed, "method", epoch))
+        method.train()
+        with FlopCounterMode(display=False) as counter:
+            figures = method.begin_epoch(epoch, lambda: infer(judged, x, policy))
+        state.flops += counter.get_total_flops()
+        prepared = time.perf_counter()
+
+        sums: dict[str, Tensor] = {}
+        rng = generator(seed, "views", epoch)
+        for number, batch in enumerate(batches(x, policy, method.views, training.batch_size, rng)):
+            rate = learning_rate(epoch * steps + number, training.epochs * steps, training)
+            for group in optimiser.param_groups:
+                group["lr"] = rate
+            # The first step's operations are counted, and stand for the epoch's other steps.
+            with FlopCounterMode(display=False) if number == 0 else contextlib.nullcontext(counter) as counter:
+                step = method.loss(batch)
+                optimiser.zero_grad(set_to_none=True)
+                step.total.backward()
+            if number == 0:
+                state.flops += round(counter.get_total_flops() * len(x) / len(batch.index))
+            optimiser.step()
+            if average is not None:
+                _average(average, net, training.ema, epoch * steps + number)
+            method.refine(batch, step)
+            for name, term in {"loss": step.total, **step.terms}.items():
+                sums[name] = sums.get(name, 0) + term.detach() * len(batch.index)
+            if (number % 20 == 0 or number == steps - 1) and not math.isfinite(loss := float(sums["loss"])):
+                raise Diverged(f"the loss became {loss} in epoch {epoch} (learning rate {rate:.4g})")
+            show.step()
+        trained = time.perf_counter()
+
+        with FlopCounterMode(display=False) as counter:
+            exam = examine(judged)
+        state.flops += counter.get_total_flops()
+        state.epoch = epoch + 1
+        if exam["val_accuracy"] >= state.best:  # a tie counts as better, as in the authors' code
+            state.best, state.best_epoch = exam["val_accuracy"], epoch
+            state.best_weights = {name: t.cpu().clone() for name, t in judged.state_dict().items()}
+        ended = time.perf_counter()
+        state.seconds += ended - began
+        record = {
+            "epoch": epoch,
+            **{name: float(total) / len(x) for name, total in sums.items()},
+            **figures,
+            **exam,
+            "lr": rate,
+            "flops": state.flops,
+            "seconds": round(state.seconds, 3),
+            "once_per_epoch": round(1 - (trained - prepared) / (ended - began), 4),  # share of the epoch's time
+        }
+        state.history.append(record)
+        checkpoint.save_epoch(
+            folder,
+            {
+                "method": method.state_dict(),
+                "optimiser": optimiser.state_dict(),
+                "average": average.state_dict() if average is not None else None,
+                "state": vars(state),
+            },
+        )
+        with open(folder / "metrics.jsonl", "a") as file:
+            file.write(json.dumps(record) + "\n")
+        show.epoch(record)
+    return state
+
+
+def batches(x: Tensor, policy: Policy, views: tuple[str, ...], size: int, rng: torch.Generator) -> Iterator[Batch]:
+    """Every item once, in a random order, in batches of as equal a size as can be (a last batch of one item would
+    break batch normalisation)."""
+    order = torch.randperm(len(x), generator=rng)
+    for index in order.tensor_split(math.ceil(len(x) / size)):
+        index = index.to(x.device)
+        yield Batch(index, make_views(x[index], views, policy, rng))
+
+
+def learning_rate(step: int, steps: int, training: Training) -> float:
+    """Up along a line over the warm-up, then down to zero: a function of the step, so there is no state to keep."""
+    done = (step + 1) / (steps + 1)
+    if done < training.warmup:
+        return training.lr * done / training.warmup
+    left = (1 - done) / (1 - training.warmup)
+    fall = left if training.schedule == "linear" else (1 + math.cos(math.pi * (1 - left))) / 2
+    return training.lr * fall
+
+
+def _parameter_groups(net: Network, training: Training) -> list[dict[str, Any]]:
+    decayed = [p for p in net.parameters() if training.decay_norm or p.dim() > 1]
+    others = [p for p in net.parameters() if not training.decay_norm and p.dim() <= 1]
+    return [{"params": decayed, "weight_decay": training.weight_decay}, {"params": others, "weight_decay": 0.0}]
+
+
+@torch.no_grad()
+def _average(average: Network, net: Network, decay: float, step: int) -> None:
+    """Exponential moving average of the weights; the first steps are averaged over a shorter time."""
+    decay = min(decay, (1 + step) / (10 + step))
+    old, new = average.state_dict().values(), net.state_dict().values()
+    floats = [(a, b) for a, b in zip(old, new) if a.is_floating_point()]
+    torch._foreach_lerp_([a for a, _ in floats], [b for _, b in floats], 1 - decay)
+    for a, b in zip(old, new):
+        if not a.is_floating_point():
+            a.copy_(b)

@@ -1,0 +1,190 @@
+"""The fast URRL agrees with the paper's literal loops, over swept parameters and random states."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from tests import reference
+from tests.tools import as_sets, blob_method, distribution_on, random_sets, unit_rows
+from urrl.functional import complement_nll, kl_to, log_one_minus_softmax, renormalise_on, softmax_on
+from urrl.methods import Batch
+from urrl.methods.base import Step
+from urrl.methods.urrl import URRL, URRLConfig, corrections, prototypes
+from urrl.nets import Out
+
+
+def random_state(n, C, d, seed):
+    rng = torch.Generator().manual_seed(seed)
+    logits = 3 * torch.randn(n, C, generator=rng)
+    S = random_sets(n, C, rng)
+    return logits, S, unit_rows(n, d, rng), distribution_on(S, rng)
+
+
+@pytest.mark.parametrize("C", [2, 5, 20])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_complement_loss(C, seed):
+    logits, S, _, _ = random_state(12, C, 4, seed)
+    f = [reference.softmax(row) for row in logits.double().numpy()]
+    slow = [reference.l_sup(f[i], s) for i, s in enumerate(as_sets(S))]
+    np.testing.assert_allclose(complement_nll(logits, S).numpy(), slow, rtol=2e-5, atol=1e-6)
+
+
+def test_complement_loss_of_extreme_logits_is_finite_and_right():
+    logits = torch.tensor([[200.0, 0.0, -200.0], [0.0, 0.0, 0.0]], requires_grad=True)
+    S = torch.tensor([[False, True, True], [True, False, True]])
+    loss = complement_nll(logits, S)
+    # f_0 = 1 up to e^-200, and log(1 - f_0) = log f_1 + ... = -200
+    np.testing.assert_allclose(loss.detach().numpy(), [200.0, math.log(1.5)], rtol=1e-6)
+    loss.sum().backward()
+    assert torch.isfinite(logits.grad).all()
+    assert torch.isfinite(log_one_minus_softmax(torch.tensor([[1e4, -1e4]]))).all()
+
+
+@pytest.mark.parametrize("d", [2, 16])
+def test_prototypes(d):
+    _, _, q, l = random_state(30, 6, d, 3)
+    np.testing.assert_allclose(prototypes(q, l).numpy(), reference.prototypes(q.numpy(), l.numpy()), atol=1e-5)
+
+
+@pytest.mark.parametrize("tau", [0.1, 0.3, 1.0])
+@pytest.mark.parametrize("lam", [0.0, 0.3, 1.0])
+def test_mixup_prototypical_loss_equals_the_literal_form(tau, lam):
+    from urrl.functional import soft_cross_entropy
+
+    _, _, q, l = random_state(10, 7, 8, 5)
+    z = prototypes(q, l)
+    partner = torch.randperm(10, generator=torch.Generator().manual_seed(1))
+    fast = soft_cross_entropy(q @ z.T / tau, lam * l + (1 - lam) * l[partner])
+    z64, l64, q64 = z.double().numpy(), l.double().numpy(), q.double().numpy()
+    slow = [reference.l_m(q64[i], l64[i], l64[int(partner[i])], lam, z64, tau) for i in range(10)]
+    np.testing.assert_allclose(fast.numpy(), slow, rtol=1e-4, atol=1e-5)
+    if lam == 1.0:  # L_m is L_pc
+        np.testing.assert_allclose(
+            fast.numpy(), [reference.l_pc(q64[i], l64[i], z64, tau) for i in range(10)], rtol=1e-4
+        )
+
+
+def test_consistency_loss():
+    weak, _, _, l = random_state(10, 6, 4, 7)
+    strong = random_state(10, 6, 4, 8)[0]
+    fast = kl_to(weak, l) + kl_to(strong, l)
+    slow = [
+        reference.l_cr(
+            l[i].double().numpy(), reference.softmax(weak[i].tolist()), reference.softmax(strong[i].tolist())
+        )
+        for i in range(10)
+    ]
+    np.testing.assert_allclose(fast.numpy(), slow, rtol=1e-4, atol=1e-5)
+    assert (fast >= -1e-6).all()
+
+
+@pytest.mark.parametrize("K", [1, 5, 39, 200])  # 200: more than there are
+@pytest.mark.parametrize("tau", [0.1, 0.3])
+@pytest.mark.parametrize("phi", [0.3, 0.5, 0.55, 0.7, 1.0])
+def test_set_correction(K, tau, phi):
+    logits, S, q, l = random_state(40, 4, 3, 11)
+    f = logits.softmax(1)
+    rows, labels, share = corrections(f, q, l, S, K, tau, phi)
+    grown = S.clone()
+    grown[rows, labels] = True
+    arrays = [t.double().numpy() for t in (f, q, l)]
+    assert as_sets(grown) == reference.correct(as_sets(S), *arrays, K, tau, phi)
+    for row, label, s in zip(rows.tolist(), labels.tolist(), share.tolist()):
+        assert s == pytest.approx(reference.pi(row, *arrays, K, tau)[label], abs=1e-5)
+    if phi == 0.3:
+        assert len(rows) > 3  # the case is not empty
+    if phi == 1.0:
+        assert len(rows) == 0  # no correction at all
+
+
+def test_label_disambiguation():
+    weak, S, _, _ = random_state(15, 8, 4, 13)
+    strong = random_state(15, 8, 4, 14)[0]
+    method = blob_method(URRL, S)
+    outs = {"weak": Out(weak, weak), "strong": Out(strong, strong), "mixed": Out(99 * weak, weak)}
+    index = torch.arange(15)
+    method.refine(Batch(index, {"weak": weak, "strong": strong}), Step(weak.sum(), {}, outs))
+    slow = [
+        reference.disambiguate(reference.softmax(weak[i].tolist()), reference.softmax(strong[i].tolist()), s)
+        for i, s in enumerate(as_sets(S))
+    ]
+    np.testing.assert_allclose(method.l.numpy(), slow, atol=1e-6)
+
+
+def test_label_distribution_survives_a_network_that_is_sure_of_a_non_candidate():
+    S = torch.tensor([[False, True, True]])
+    l = softmax_on(S, torch.tensor([[1e4, 0.0, -1e4]]))
+    np.testing.assert_allclose(l.numpy(), [[0, 1, 0]])
+    np.testing.assert_allclose(renormalise_on(S, torch.tensor([[1.0, 0.0, 0.0]])).numpy(), [[0, 0.5, 0.5]])
+
+
+@pytest.mark.parametrize(
+    "switches", [{}, {"use_m": False}, {"use_cr": False}, {"use_m": False, "use_cr": False}, {"ramp_epochs": 4}]
+)
+def test_total_loss_is_the_weighted_sum_of_its_terms(switches):
+    S = random_sets(20, 5, torch.Generator().manual_seed(0))
+    method = blob_method(URRL, S, URRLConfig(w_m=3.0, w_cr=0.5, **switches))
+    q = unit_rows(20, method.net.embed_dim, torch.Generator().manual_seed(1))
+    method.begin_epoch(0, lambda: Out(torch.zeros(20, 5), q))
+    x = torch.randn(20, *method.shape)
+    step = method.loss(Batch(torch.arange(20), {"weak": x, "strong": x + 0.1}))
+    ramp = 0.25 if "ramp_epochs" in switches else 1.0
+    parts = {"sup": 1.0} | ({"m": 3.0 * ramp} if switches.get("use_m", True) else {})
+    parts |= {"cr": 0.5 * ramp} if switches.get("use_cr", True) else {}
+    assert step.terms.keys() == parts.keys()
+    assert step.total.item() == pytest.approx(sum(w * step.terms[k].item() for k, w in parts.items()), rel=1e-5)
+
+
+def test_mixed_view_and_its_loss():
+    """L_m of a whole step equals the literal form, for the lambda and the partners that it draws."""
+    S = random_sets(16, 4, torch.Generator().manual_seed(0))
+    method = blob_method(URRL, S, URRLConfig(alpha=2.0)).eval()  # eval: no batch statistics
+    q = unit_rows(16, method.net.embed_dim, torch.Generator().manual_seed(1))
+    method.begin_epoch(0, lambda: Out(torch.zeros(16, 4), q))
+    method.l.copy_(distribution_on(S, torch.Generator().manual_seed(2)))
+    x = torch.randn(16, *method.shape)
+    torch.manual_seed(5)
+    step = method.loss(Batch(torch.arange(16), {"weak": x, "strong": x}))
+    torch.manual_seed(5)
+    lam = torch.distributions.Beta(2.0, 2.0).sample()
+    j = torch.randperm(16)
+    mixed = method.net(lam * x + (1 - lam) * x[j]).q.detach().double().numpy()
+    z, l = method.z.double().numpy(), method.l.double().numpy()
+    slow = [reference.l_m(mixed[i], l[i], l[int(j[i])], float(lam), z, 0.3) for i in range(16)]
+    assert step.terms["m"].item() == pytest.approx(float(np.mean(slow)), rel=1e-4)
+    assert 0.05 < float(lam) < 0.95
+
+
+def test_a_correction_is_stamped_permanent_and_renormalised():
+    S = torch.zeros(30, 3, dtype=torch.bool)
+    S[:, 0] = True
+    S[15:, 1] = True
+    method = blob_method(URRL, S, URRLConfig(k=5, phi=0.7))
+    method.l[15:] = torch.tensor([0.0, 1.0, 0.0])
+    q = torch.zeros(30, method.net.embed_dim)
+    q[:, 0] = 1.0  # all alike: items 0..14 vote 0, items 15.. vote 1, whoever the 5 neighbours are
+    logits = torch.zeros(30, 3)
+    logits[:, 1] = 8.0
+    method.begin_epoch(4, lambda: Out(logits, q))
+    entered = method.S & ~S
+    assert entered.any() and not entered[15:].any() and not entered[:, 2].any()
+    assert (method.added[entered] == 4).all() and (method.added[~entered] == -1).all()
+    np.testing.assert_allclose(method.l.sum(1).numpy(), 1, atol=1e-6)
+    before = method.S.clone()
+    method.begin_epoch(5, lambda: Out(torch.zeros(30, 3), q))  # nothing is sure any more
+    assert torch.equal(method.S, before)
+
+
+def test_first_correction_epoch_and_switch():
+    S = torch.tensor([[True, True, False]] * 10)
+    sure = Out(torch.tensor([[0.0, 0.0, 20.0]] * 10), unit_rows(10, 16, torch.Generator().manual_seed(0)))
+    for config, epoch, grows in [
+        (URRLConfig(phi=0.4, correct_from_epoch=2), 1, False),
+        (URRLConfig(phi=0.4, correct_from_epoch=2), 2, True),
+        (URRLConfig(phi=0.4, use_correction=False), 2, False),
+    ]:
+        method = blob_method(URRL, S, config)
+        assert method.begin_epoch(epoch, lambda: sure)["corrected_now"] == (10 if grows else 0)
+        assert bool(method.S.all()) is grows
