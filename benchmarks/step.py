@@ -22,7 +22,7 @@ import torch.nn.functional as F
 
 from urrl.candidates import generate
 from urrl.config import Training, resolve
-from urrl.data import Dataset, load, split
+from urrl.data import Dataset, load
 from urrl.data.augment import POLICIES, make_views
 from urrl.errors import UserError
 from urrl.methods import Batch
@@ -89,7 +89,8 @@ def step_ratio(dataset: Dataset, repeats: int) -> tuple[float, float]:
         loss.backward()
         bare_optimiser.step()
 
-    whole(), bare()
+    whole()
+    bare()
     pairs = [(timed(whole), timed(bare)) for _ in range(repeats)]
     return statistics.median(a / b for a, b in pairs), 1000 * statistics.median(b for _, b in pairs)
 

@@ -7,8 +7,8 @@ from tests.tools import unit_rows
 from urrl import knn
 
 
-@pytest.mark.parametrize("n", [2, 3, 50, 700])
-@pytest.mark.parametrize("k", [1, 10, 200])
+@pytest.mark.parametrize("n", [2, 3, 50, 700, 1001])
+@pytest.mark.parametrize("k", [1, 5, 10, 200])  # 1 and 5 take the way through groups where n is large
 def test_neighbours_are_those_of_a_full_sort(n, k, monkeypatch):
     monkeypatch.setattr(knn, "BUFFER", 4096)  # several chunks
     q = unit_rows(n, 6, torch.Generator().manual_seed(n))

@@ -38,7 +38,7 @@ def test_complement_loss_of_extreme_logits_is_finite_and_right():
     # f_0 = 1 up to e^-200, and log(1 - f_0) = log f_1 + ... = -200
     np.testing.assert_allclose(loss.detach().numpy(), [200.0, math.log(1.5)], rtol=1e-6)
     loss.sum().backward()
-    assert torch.isfinite(logits.grad).all()
+    assert logits.grad is not None and torch.isfinite(logits.grad).all()
     assert torch.isfinite(log_one_minus_softmax(torch.tensor([[1e4, -1e4]]))).all()
 
 
@@ -89,10 +89,10 @@ def test_set_correction(K, tau, phi):
     rows, labels, share = corrections(f, q, l, S, K, tau, phi)
     grown = S.clone()
     grown[rows, labels] = True
-    arrays = [t.double().numpy() for t in (f, q, l)]
-    assert as_sets(grown) == reference.correct(as_sets(S), *arrays, K, tau, phi)
+    f64, q64, l64 = (t.double().numpy() for t in (f, q, l))
+    assert as_sets(grown) == reference.correct(as_sets(S), f64, q64, l64, K, tau, phi)
     for row, label, s in zip(rows.tolist(), labels.tolist(), share.tolist()):
-        assert s == pytest.approx(reference.pi(row, *arrays, K, tau)[label], abs=1e-5)
+        assert s == pytest.approx(reference.pi(row, f64, q64, l64, K, tau)[label], abs=1e-5)
     if phi == 0.3:
         assert len(rows) > 3  # the case is not empty
     if phi == 1.0:

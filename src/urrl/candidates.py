@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import zipfile
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,10 @@ from torch import Tensor
 from urrl.errors import UserError
 from urrl.files import write_atomic
 from urrl.seeding import generator
+
+# What numpy, zipfile and json raise on a damaged or foreign file.
+_UNREADABLE = (OSError, ValueError, KeyError, EOFError, AttributeError, TypeError, RuntimeError, zlib.error,
+               zipfile.BadZipFile)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -81,7 +86,7 @@ class CandidateSets:
             recorded = about.pop("sha256")
         except FileNotFoundError:
             raise UserError(f"{path}: no such file") from None
-        except (OSError, ValueError, KeyError, EOFError, AttributeError, zipfile.BadZipFile) as error:
+        except _UNREADABLE as error:
             raise UserError(f"{path}: not a candidate-set file ({error})") from None
         sets = cls(torch.from_numpy(mask), about)
         if sets.sha256 != recorded:

@@ -70,6 +70,7 @@ def load_epoch(folder: Path, say: Callable[[str], None]) -> dict[str, Any] | Non
                 continue
             if problem:
                 say(f"{problem}; going on from {name}, one epoch earlier")
+            os.replace(folder / name, folder / LAST)  # a damaged file must not become the previous one
             return state
     if problem:
         raise UserError(f"{problem}, and there is no earlier one")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -23,6 +24,9 @@ TRAIN_EXAMPLES = """examples:
 
 
 class Parser(argparse.ArgumentParser):
+    def __init__(self, **options: Any):
+        super().__init__(allow_abbrev=False, **options)
+
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message} (see {self.prog} --help)")
 
@@ -169,8 +173,9 @@ def _torch(args: argparse.Namespace) -> None:
     import torch
 
     if args.threads is not None:
-        if args.threads < 1:
-            raise UserError(f"--threads must be at least 1, not {args.threads}")
+        cores = os.cpu_count() or 1
+        if not 1 <= args.threads <= cores:  # torch dies of far too many threads, without a word
+            raise UserError(f"--threads must be from 1 to {cores}, the cores of this machine, not {args.threads}")
         torch.set_num_threads(args.threads)
 
 
@@ -195,7 +200,7 @@ def _train(args: argparse.Namespace) -> None:
     try:
         result = train(run, dataset, splits, sets, folder, args.resume, args.device, _progress(args))
     except Diverged as error:
-        print(f"urrl: {error}; {folder} keeps the last good epoch", file=sys.stderr)
+        print(f"urrl: {error}; {folder} keeps what was good before", file=sys.stderr)
         sys.exit(1)
     _print_result(result, folder)
 
@@ -255,10 +260,16 @@ def _show_augment(args: argparse.Namespace) -> None:
     from urrl.data import load
     from urrl.data.augment import POLICIES, save_picture
 
+    if args.out.suffix != ".png":
+        raise UserError(f"{args.out}: the picture is a .png")
     dataset = load(args.dataset, args.data_dir)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     save_picture(dataset.x[:8], POLICIES[dataset.augment], args.out, args.seed)
     print(args.out)
+
+
+def _first_line(documented: object) -> str:
+    return (documented.__doc__ or "").strip().partition("\n")[0]
 
 
 def _methods(args: argparse.Namespace) -> None:
@@ -267,8 +278,7 @@ def _methods(args: argparse.Namespace) -> None:
 
     if args.name is None:
         for name, kind in METHODS.items():
-            first = (sys.modules[kind.__module__].__doc__ or "").strip().splitlines()[0]
-            print(f"{name:<12} {first}")
+            print(f"{name:<12} {_first_line(sys.modules[kind.__module__])}")
         return
     for option, type_name, default, doc in describe(find_method(args.name).Config):
         print(f"{option:<20} {type_name:<6} {default!s:<8} {doc}")
@@ -278,7 +288,7 @@ def _datasets(args: argparse.Namespace) -> None:
     from urrl.data import DATASETS
 
     for name, function in DATASETS.items():
-        print(f"{name:<10} {(function.__doc__ or '').strip().splitlines()[0]}")
+        print(f"{name:<10} {_first_line(function)}")
 
 
 def _recipes(args: argparse.Namespace) -> None:
@@ -286,7 +296,7 @@ def _recipes(args: argparse.Namespace) -> None:
     from urrl.data import DATASETS
 
     for name, recipe in RECIPES.items():
-        print(f"{name:<6} {(recipe.__doc__ or '').strip()}")
+        print(f"{name:<6} {_first_line(recipe)}")
         for dataset in DATASETS:
             values = ", ".join(f"{k}={v}" for k, v in recipe(dataset, "urrl").items())
             print(f"       {dataset:<10} {values or 'all defaults'}")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 
-def write_atomic(path: Path, write: Callable[[BinaryIO], None]) -> None:
+def write_atomic(path: Path, write: Callable[[BinaryIO], object]) -> None:
     """Write beside the target, flush to the disk, move into place. A failure leaves the old file as it was."""
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
@@ -24,7 +24,7 @@ def write_atomic(path: Path, write: Callable[[BinaryIO], None]) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    write_atomic(path, lambda file: file.write(text.encode()) and None)
+    write_atomic(path, lambda file: file.write(text.encode()))
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -41,4 +41,4 @@ def draw_curves(history: list[dict[str, Any]], path: Path, title: str) -> None:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=110)
     plt.close(figure)
-    write_atomic(path, lambda file: file.write(buffer.getvalue()) and None)
+    write_atomic(path, lambda file: file.write(buffer.getvalue()))

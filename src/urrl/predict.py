@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -38,7 +39,7 @@ def read_images(path: Path, shape: tuple[int, ...]) -> torch.Tensor:
         array = np.load(path, allow_pickle=False)
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
-    except (OSError, ValueError, EOFError) as error:
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         raise UserError(f"{path}: not an array file ({error})") from None
     if not isinstance(array, np.ndarray) or array.dtype != np.uint8:
         raise UserError(f"{path}: images are one uint8 array, not {getattr(array, 'dtype', 'an archive')}")

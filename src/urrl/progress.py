@@ -54,8 +54,8 @@ class Progress:
             )
 
     def say(self, message: str) -> None:
-        if not self.quiet:
-            print(message, file=sys.stderr, flush=True)
+        """What a person must know, quiet or not."""
+        print(message, file=sys.stderr, flush=True)
 
 
 def summary(record: dict[str, Any], epochs: int) -> str:

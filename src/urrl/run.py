@@ -39,6 +39,8 @@ def make_run(
                   split=split_kind, subset=subset)  # fmt: skip
     dataset = load(dataset_name, data_dir)
     splits = split(dataset, split_kind, seed, subset)
+    if len(splits.train.y) < 2:
+        raise UserError("training takes at least 2 items")
     if candidates is None:
         return run, dataset, splits, generate(splits.train.y, len(dataset.classes), eta, mu, convention, seed)
     sets = CandidateSets.load(candidates)
@@ -46,7 +48,11 @@ def make_run(
         n, c = sets.mask.shape
         raise UserError(f"{candidates}: {n} sets of {c} classes, but the training part has {len(splits.train.y)} items "
                         f"of {len(dataset.classes)} classes (were --split, --seed or --subset others?)")  # fmt: skip
-    return dataclasses.replace(run, sets_sha256=sets.sha256), dataset, splits, sets
+    drawn_for = sets.about.get("seed", seed)
+    if drawn_for != seed:  # the seed is the split's too: the sets would meet other items
+        raise UserError(f"{candidates}: drawn with seed {drawn_for}, for other items than those of seed {seed}")
+    origin = {key: sets.about[key] for key in ("eta", "mu", "convention") if key in sets.about}
+    return dataclasses.replace(run, **origin, sets_sha256=sets.sha256), dataset, splits, sets
 
 
 def open_folder(folder: Path, run: Run, resume: bool) -> dict[str, Any] | None:
@@ -54,8 +60,8 @@ def open_folder(folder: Path, run: Run, resume: bool) -> dict[str, Any] | None:
     config = folder / "config.json"
     if config.exists():
         try:
-            held = json.loads(config.read_text())
-        except ValueError:
+            held = dict(json.loads(config.read_text()))
+        except (ValueError, TypeError):
             raise UserError(f"{config}: damaged, cannot tell which run this is") from None
         held.pop("version", None)
         wanted = json.loads(json.dumps(run.to_dict()))
@@ -66,7 +72,8 @@ def open_folder(folder: Path, run: Run, resume: bool) -> dict[str, Any] | None:
             raise UserError(f"{folder}: holds this run already; add --resume to go on, or choose another --out")
         result = folder / "result.json"
         return json.loads(result.read_text()) if result.exists() else None
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    # A run killed while it wrote its first file has left a part of it, and may start again.
+    if folder.exists() and not (folder.is_dir() and all(p.match("config.json.*.part") for p in folder.iterdir())):
         raise UserError(f"{folder}: exists and is not a run's folder; nothing was changed")
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -92,15 +99,6 @@ def train(run: Run, dataset: Dataset, splits: Splits, sets: CandidateSets, folde
           device: str = "auto", show: Progress | None = None) -> dict[str, Any]:  # fmt: skip
     """Train one run into its folder and return its result."""
     show = show or Progress(quiet=True)
-    if done := open_folder(folder, run, resume):
-        return done
-    saved_sets = folder / "candidates.npz"
-    if saved_sets.exists():
-        if CandidateSets.load(saved_sets).sha256 != sets.sha256:
-            raise UserError(f"{saved_sets}: are not the candidate sets of this run")
-    else:
-        sets.save(saved_sets)
-
     kind = METHODS[run.method]
     policy = POLICIES[dataset.augment]
     given = CandidateSets.of_labels(splits.train.y, sets.n_classes) if kind.bound == "upper" else sets
@@ -111,6 +109,18 @@ def train(run: Run, dataset: Dataset, splits: Splits, sets: CandidateSets, folde
     if len(shape) == 3:
         net = net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # twice as fast on CPUs
     method = kind(net, given, run.options).to(pick_device(device))
+
+    # All that can be refused has been: only now is the folder touched.
+    if done := open_folder(folder, run, resume):
+        return done
+    for left in folder.glob("*.part"):  # by a process that was killed
+        left.unlink()
+    saved_sets = folder / "candidates.npz"
+    if saved_sets.exists():
+        if CandidateSets.load(saved_sets).sha256 != sets.sha256:
+            raise UserError(f"{saved_sets}: are not the candidate sets of this run")
+    else:
+        sets.save(saved_sets)
 
     def examine(judged: Network) -> dict[str, Any]:
         report = label_report(method, given.mask, splits.train.y)

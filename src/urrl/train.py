@@ -69,6 +69,7 @@ def fit(method: Method, x: Tensor, policy: Policy, training: Training, seed: int
     # A killed run can have written a line that its checkpoint does not know: the checkpoint is right.
     write_text(folder / "metrics.jsonl", "".join(json.dumps(record) + "\n" for record in state.history))
 
+    method.total_epochs = training.epochs
     steps = math.ceil(len(x) / training.batch_size)
     show.start(training.epochs, steps, state.epoch)
     for epoch in range(state.epoch, training.epochs):
@@ -102,8 +103,10 @@ def fit(method: Method, x: Tensor, policy: Policy, training: Training, seed: int
             for name, term in {"loss": step.total, **step.terms}.items():
                 sums[name] = sums.get(name, 0) + term.detach() * len(batch.index)
             if (number % 20 == 0 or number == steps - 1) and not math.isfinite(loss := float(sums["loss"])):
-                raise Diverged(f"the loss became {loss} in epoch {epoch} (learning rate {rate:.4g})")
+                raise Diverged(f"the loss became {loss} in epoch {epoch + 1} (learning rate {rate:.4g})")
             show.step()
+        if not all(bool(torch.isfinite(p).all()) for p in net.parameters()):
+            raise Diverged(f"the weights overflowed in epoch {epoch + 1} (learning rate {rate:.4g})")
         trained = time.perf_counter()
 
         with FlopCounterMode(display=False) as counter:

@@ -94,6 +94,7 @@ def digits(data_dir: Path | None = None) -> Dataset:
 
 
 def fmnist(data_dir: Path | None = None) -> Dataset:
+    """Fashion-MNIST: 70,000 grey images of clothes, 28x28, 10 classes."""
     folder = locate(FMNIST, data_dir)
     images, labels = [], []
     for name, rows in FMNIST.files.items():
@@ -106,10 +107,12 @@ def fmnist(data_dir: Path | None = None) -> Dataset:
 
 
 def cifar10(data_dir: Path | None = None) -> Dataset:
+    """CIFAR-10: 60,000 colour images, 32x32, 10 classes."""
     return _cifar("cifar10", CIFAR10, data_dir, CIFAR10_CLASSES, labels=1)
 
 
 def cifar100(data_dir: Path | None = None) -> Dataset:
+    """CIFAR-100: 60,000 colour images, 32x32, 100 fine classes."""
     return _cifar("cifar100", CIFAR100, data_dir, CIFAR100_CLASSES, labels=2)
 
 

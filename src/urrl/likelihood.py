@@ -1,0 +1,54 @@
+"""The likelihood of a candidate set under the paper's generation model, and what it says about mu.
+
+Label u is recorded as v with T[u, v] (kept with 1 - mu, else any other alike), v enters S, every other class enters
+with eta. Up to a factor that does not depend on y, P(S | y) is
+
+    inside  = 1 - mu + (|S| - 1) mu / (C - 1)   for y in S
+    outside =              |S|   mu / (C - 1)   for y not in S
+
+so a set speaks of y only through "y in S", and -log of sum_y f_y P(S | y) is a consistent loss under unreliability.
+With mu = 0 it is the classifier-consistent loss, CC.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def log_odds(S: Tensor, mu: float | Tensor) -> tuple[Tensor, Tensor]:
+    """(log inside, log outside), (n,) each."""
+    size, C = S.sum(1).float(), S.shape[1]
+    mu = torch.as_tensor(mu, dtype=torch.float32, device=S.device)
+    return torch.log(1 - mu + (size - 1) * mu / (C - 1)), torch.log(size * mu / (C - 1))
+
+
+def log_given(S: Tensor, mu: float | Tensor) -> Tensor:
+    """log P(S_i | y = c), (n, C), up to a constant a row."""
+    inside, outside = log_odds(S, mu)
+    return torch.where(S, inside[:, None], outside[:, None])
+
+
+def set_nll(logits: Tensor, S: Tensor, mu: float | Tensor) -> Tensor:
+    """-log sum_y f_y P(S | y), (B,)."""
+    return -torch.logsumexp(F.log_softmax(logits.float(), 1) + log_given(S, mu), 1)
+
+
+def set_log_likelihood(f: Tensor, S: Tensor, mu: float | Tensor) -> Tensor:
+    """The mean over the items of log sum_y f_y P(S | y), for probabilities f (n, C)."""
+    on_set = (f * S).sum(1).clamp(1e-6, 1 - 1e-6)
+    inside, outside = log_odds(S, mu)
+    return torch.logaddexp(on_set.log() + inside, (1 - on_set).log() + outside).mean()
+
+
+def estimate_mu(f: Tensor, S: Tensor) -> float:
+    """The mu under which the sets as given are likeliest, for predictions f (n, C). Concave in mu: by ternary search."""
+    low, high = 1e-3, 0.95
+    for _ in range(24):
+        third = (high - low) / 3
+        if set_log_likelihood(f, S, low + third) < set_log_likelihood(f, S, high - third):
+            low += third
+        else:
+            high -= third
+    return (low + high) / 2

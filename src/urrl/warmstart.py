@@ -1,0 +1,77 @@
+"""What neighbours in plain image space know before any training: a first label distribution, without a network.
+
+Each item's neighbours vote with the likelihood of their candidate sets. On Fashion-MNIST with eta = mu = 0.5 the vote
+names the true label of 80 % of the items, where a random candidate would be right for 14 %.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from urrl.knn import cosine_topk
+from urrl.likelihood import estimate_mu, log_given, set_log_likelihood
+
+SHARPNESS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0)
+
+
+def principal_components(x: Tensor, d: int, whiten: bool = False) -> Tensor:
+    """(n, ...) -> (n, d): the first components, found on about 10,000 rows; with `whiten` all of unit variance."""
+    x = x.flatten(1).float()
+    some = x[:: max(1, len(x) // 10_000)]
+    mean = some.mean(0)
+    variance, axes = torch.linalg.eigh((some - mean).T @ (some - mean) / len(some))  # ascending
+    z = (x - mean) @ axes[:, -d:]
+    return z / variance[-d:].clamp_min(1e-12).sqrt() if whiten else z
+
+
+def patch_features(x: Tensor, filters: int = 128, side: int = 6) -> Tensor:
+    """Images (n, ch, H, W) uint8 -> (n, 8 filters): single-layer features after Coates & Ng. The filters are random
+    patches of the images themselves in the whitened space of patches; responses are rectified both ways and pooled
+    over quadrants."""
+    rng = torch.Generator().manual_seed(0)
+    images = x[torch.randperm(len(x), generator=rng)[:4000].to(x.device)].float() / 255
+    patches = F.unfold(images, side, stride=side).transpose(1, 2).flatten(0, 1)  # (many, ch side side)
+    patches = patches[torch.randperm(len(patches), generator=rng)[:40_000].to(x.device)]
+    floor = 10 / 255  # of a patch's variance, so that flat patches stay small
+    patches = patches - patches.mean(1, keepdim=True)
+    patches = patches / (patches.var(1, keepdim=True) + floor).sqrt()
+    mean = patches.mean(0)
+    variance, axes = torch.linalg.eigh((patches - mean).T @ (patches - mean) / len(patches))
+    whiten = axes @ torch.diag((variance + 0.1).rsqrt()) @ axes.T
+    bank = F.normalize((patches[:filters] - mean) @ whiten, dim=1) @ whiten  # (filters, ch side side)
+    kernel = (bank - bank.mean(1, keepdim=True)).view(filters, -1, side, side)
+    features = []
+    for part in x.split(500):
+        z = part.float() / 255
+        local = F.avg_pool2d(torch.stack([z.mean(1), z.square().mean(1)], 1), side, 1)  # mean and square of each patch
+        deviation = (local[:, 1] - local[:, 0] ** 2 + floor).sqrt()[:, None]
+        response = F.conv2d(z, kernel) / deviation - (bank @ mean)[:, None, None]
+        both = torch.cat([F.relu(response - 0.5), F.relu(-response - 0.5)], 1)
+        features.append(F.adaptive_avg_pool2d(both, 2).flatten(1))
+    return torch.cat(features)
+
+
+def neighbour_vote(features: Tensor, S: Tensor, k: int = 100) -> tuple[Tensor, float]:
+    """(P (n, C), mu): for each item the classes by the summed log-likelihood of its neighbours' sets, the item's own
+    set left out. How sharp the vote is, and mu, are chosen without labels: by the likelihood of the items' own sets."""
+    neighbours = torch.cat([near for _, _, near in cosine_topk(features, k)])
+    mu = 0.3
+    for _ in range(3):
+        given = log_given(S, mu)
+        score = torch.cat([F.embedding_bag(near, given, mode="sum") for near in neighbours.split(4096)])  # (n, C)
+        votes = [F.softmax(score * sharp, 1) for sharp in SHARPNESS]
+        P = max(votes, key=lambda vote: float(set_log_likelihood(vote, S, mu)))
+        mu = estimate_mu(P, S)
+    return P, mu
+
+
+def first_vote(x: Tensor, S: Tensor) -> tuple[Tensor, float]:
+    """The vote for raw items. Colour images need features: on CIFAR-10 the vote on pixels is right for 39 %, on these
+    for over half. Grey images and feature vectors are taken as they are."""
+    if x.dim() == 4 and x.shape[1] == 3 and min(x.shape[2:]) >= 12:
+        z = principal_components(patch_features(x), 128, whiten=True)
+    else:
+        z = principal_components(x, 48)
+    return neighbour_vote(F.normalize(z, dim=1), S)

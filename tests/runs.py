@@ -1,0 +1,93 @@
+"""Small runs on digits for the tests: how to make one, kill one, and compare two bit for bit."""
+
+import contextlib
+import io
+import json
+import shlex
+import shutil
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+
+from urrl import checkpoint
+from urrl.candidates import CandidateSets
+from urrl.cli import main
+
+# Neighbours few and phi low: the sets are corrected from the first epochs on, so that a resumed S matters.
+TINY = shlex.split("train --dataset digits --subset 120 --epochs 3 --threads 1 --quiet")
+TINY += shlex.split("--set width=2 --set batch_size=40 --set k=5 --set phi=0.2")
+
+
+class Done(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+def call(*arguments: object) -> Done:
+    """The command line in this process: no seconds of imports."""
+    out, err, threads = io.StringIO(), io.StringIO(), torch.get_num_threads()
+    argv = mock.patch.object(sys, "argv", ["urrl", *map(str, arguments)])
+    with argv, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = main()
+        except SystemExit as stop:
+            assert isinstance(stop.code, int)
+            code = stop.code
+        finally:
+            torch.set_num_threads(threads)
+    return Done(code, out.getvalue(), err.getvalue())
+
+
+def tree(folder: Path) -> dict[str, bytes | None]:
+    """Everything below a folder, to see whether a command changed it."""
+    return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None for p in sorted(folder.rglob("*"))}
+
+
+def unfinished(run: Path, to: Path) -> Path:
+    """A copy of a finished run as it was at its last checkpoint."""
+    shutil.copytree(run, to)
+    for name in ("model.ckpt", "curves.png", "result.json"):
+        (to / name).unlink()
+    return to
+
+
+def outcome(run: Path) -> dict[str, Any]:
+    """All that a finished run has made, without the times."""
+    last = checkpoint.load(run / "last.ckpt")
+    last["state"].pop("seconds"), last["state"].pop("history")
+    result = json.loads((run / "result.json").read_text())
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {
+        "files": sorted(p.name for p in run.iterdir()),
+        "config": (run / "config.json").read_bytes(),
+        "sets": CandidateSets.load(run / "candidates.npz").sha256,
+        "model": checkpoint.load(run / "model.ckpt"),
+        "last": last,
+        "metrics": [without(record, "seconds", "once_per_epoch") for record in records],
+        "result": without(result, "seconds", "samples_per_second", "date"),
+    }
+
+
+def without(record: dict[str, Any], *keys: str) -> dict[str, Any]:
+    assert record.keys() >= set(keys)
+    return {key: value for key, value in record.items() if key not in keys}
+
+
+def assert_same(a: Any, b: Any, where: str = "run") -> None:
+    """Equal to the last bit, tensors and all."""
+    if isinstance(a, dict):
+        assert a.keys() == b.keys(), where
+        for key in a:
+            assert_same(a[key], b[key], f"{where}.{key}")
+    elif isinstance(a, list):
+        assert len(a) == len(b), where
+        for i, (left, right) in enumerate(zip(a, b)):
+            assert_same(left, right, f"{where}[{i}]")
+    elif isinstance(a, torch.Tensor):
+        assert a.dtype == b.dtype and torch.equal(a, b), where
+    else:
+        assert a == b, where

@@ -1,0 +1,91 @@
+"""The set likelihood against the generation model itself, and mu found again from the sets alone."""
+
+import itertools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from urrl.candidates import generate
+from urrl.likelihood import estimate_mu, log_given, set_log_likelihood, set_nll
+from urrl.warmstart import first_vote, neighbour_vote, patch_features, principal_components
+
+
+def literal(S, y, C, eta, mu):
+    """P(S | y): over the label v that is recorded, T[y, v] times the chance of the other members."""
+    total = 0.0
+    for v in S:
+        T = 1 - mu if v == y else mu / (C - 1)
+        total += T * math.prod(eta if c in S else 1 - eta for c in range(C) if c != v)
+    return total
+
+
+@pytest.mark.parametrize(("eta", "mu"), [(0.3, 0.2), (0.5, 0.5), (0.1, 0.9)])
+def test_given_is_the_generation_model_up_to_a_factor(eta, mu):
+    C = 4
+    masks = [m for m in itertools.product([False, True], repeat=C) if any(m)]
+    fast = log_given(torch.tensor(masks), mu)
+    for mask, row in zip(masks, fast.tolist()):
+        S = {c for c in range(C) if mask[c]}
+        slow = [math.log(literal(S, y, C, eta, mu)) for y in range(C)]
+        differences = [a - b for a, b in zip(row, slow)]
+        assert max(differences) - min(differences) < 1e-5
+
+
+def test_nll_is_the_literal_sum_and_cc_without_corruption():
+    rng = torch.Generator().manual_seed(0)
+    logits = torch.randn(20, 5, generator=rng)
+    S = generate(torch.arange(20) % 5, 5, 0.4, 0.3).mask
+    f = logits.softmax(1)
+    slow = [
+        -math.log(sum(f[i, c].item() * math.exp(log_given(S, 0.3)[i, c].item()) for c in range(5))) for i in range(20)
+    ]
+    torch.testing.assert_close(set_nll(logits, S, 0.3), torch.tensor(slow))
+    torch.testing.assert_close(set_nll(logits, S, 0.0), -(f * S).sum(1).log())  # CC
+    assert set_log_likelihood(f, S, 0.3).item() == pytest.approx(-sum(slow) / 20, rel=1e-5)
+    assert torch.isfinite(set_nll(torch.tensor([[300.0, -300.0]]), torch.tensor([[False, True]]), 1e-3)).all()
+
+
+@pytest.mark.parametrize("mu", [0.05, 0.3, 0.6])
+@pytest.mark.parametrize("eta", [0.1, 0.5])
+def test_mu_is_found_again_from_right_predictions(eta, mu):
+    y = torch.arange(20_000) % 10
+    S = generate(y, 10, eta, mu, seed=4).mask
+    f = F.one_hot(y, 10).float() * 0.98 + 0.002
+    assert estimate_mu(f, S) == pytest.approx(mu, abs=0.04)
+
+
+def blobs(n=1500, C=5, d=8):
+    rng = torch.Generator().manual_seed(1)
+    y = torch.arange(n) % C
+    return 4 * F.normalize(torch.randn(C, d, generator=rng), dim=1)[y] + torch.randn(n, d, generator=rng), y
+
+
+def test_neighbours_know_most_labels_before_any_training():
+    x, y = blobs()
+    S = generate(y, 5, 0.4, 0.4).mask
+    P, mu = neighbour_vote(F.normalize(x, dim=1), S, k=50)
+    torch.testing.assert_close(P.sum(1), torch.ones(len(y)))
+    assert (P.argmax(1) == y).double().mean() > 0.9
+    assert mu == pytest.approx(0.4, abs=0.1)
+
+
+def test_an_items_own_set_has_no_vote_on_itself():
+    x, y = blobs(300)
+    S = generate(y, 5, 0.4, 0.4).mask
+    other = S.clone()
+    other[7] = ~other[7]
+    other[7, 0] = True
+    row, changed = (neighbour_vote(F.normalize(x, dim=1), sets, k=20)[0][7] for sets in (S, other))
+    assert row.argmax() == changed.argmax()
+
+
+def test_features_of_images():
+    x = torch.randint(0, 256, (60, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    features = patch_features(x, filters=16)
+    assert features.shape == (60, 8 * 16) and torch.isfinite(features).all()
+    z = principal_components(features, 10, whiten=True)
+    torch.testing.assert_close(z.var(0, correction=0), torch.ones(10), rtol=1e-2, atol=1e-2)
+    P, _ = first_vote(x, generate(torch.arange(60) % 3, 3, 0.3, 0.3).mask)
+    assert P.shape == (60, 3) and torch.isfinite(P).all()
