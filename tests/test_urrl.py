@@ -8,11 +8,14 @@ import torch
 
 from tests import reference
 from tests.tools import as_sets, blob_method, distribution_on, random_sets, unit_rows
+from urrl.candidates import generate
 from urrl.functional import complement_nll, kl_to, log_one_minus_softmax, renormalise_on, softmax_on
+from urrl.likelihood import log_given
 from urrl.methods import Batch
 from urrl.methods.base import Step
 from urrl.methods.urrl import URRL, URRLConfig, corrections, prototypes
 from urrl.nets import Out
+from urrl.warmstart import neighbour_vote, principal_components
 
 
 def random_state(n, C, d, seed):
@@ -103,7 +106,7 @@ def test_label_disambiguation():
     weak, S, _, _ = random_state(15, 8, 4, 13)
     strong = random_state(15, 8, 4, 14)[0]
     method = blob_method(URRL, S)
-    outs = {"weak": Out(weak, weak), "strong": Out(strong, strong), "mixed": Out(99 * weak, weak)}
+    outs = {"weak": Out(weak, weak, weak), "strong": Out(strong, strong, strong), "mixed": Out(99 * weak, weak, weak)}
     index = torch.arange(15)
     method.refine(Batch(index, {"weak": weak, "strong": strong}), Step(weak.sum(), {}, outs))
     slow = [
@@ -127,7 +130,7 @@ def test_total_loss_is_the_weighted_sum_of_its_terms(switches):
     S = random_sets(20, 5, torch.Generator().manual_seed(0))
     method = blob_method(URRL, S, URRLConfig(w_m=3.0, w_cr=0.5, **switches))
     q = unit_rows(20, method.net.embed_dim, torch.Generator().manual_seed(1))
-    method.begin_epoch(0, lambda: Out(torch.zeros(20, 5), q))
+    method.begin_epoch(0, lambda: Out(torch.zeros(20, 5), q, q))
     x = torch.randn(20, *method.shape)
     step = method.loss(Batch(torch.arange(20), {"weak": x, "strong": x + 0.1}))
     ramp = 0.25 if "ramp_epochs" in switches else 1.0
@@ -142,7 +145,7 @@ def test_mixed_view_and_its_loss():
     S = random_sets(16, 4, torch.Generator().manual_seed(0))
     method = blob_method(URRL, S, URRLConfig(alpha=2.0)).eval()  # eval: no batch statistics
     q = unit_rows(16, method.net.embed_dim, torch.Generator().manual_seed(1))
-    method.begin_epoch(0, lambda: Out(torch.zeros(16, 4), q))
+    method.begin_epoch(0, lambda: Out(torch.zeros(16, 4), q, q))
     method.l.copy_(distribution_on(S, torch.Generator().manual_seed(2)))
     x = torch.randn(16, *method.shape)
     torch.manual_seed(5)
@@ -167,19 +170,20 @@ def test_a_correction_is_stamped_permanent_and_renormalised():
     q[:, 0] = 1.0  # all alike: items 0..14 vote 0, items 15.. vote 1, whoever the 5 neighbours are
     logits = torch.zeros(30, 3)
     logits[:, 1] = 8.0
-    method.begin_epoch(4, lambda: Out(logits, q))
+    method.begin_epoch(4, lambda: Out(logits, q, q))
     entered = method.S & ~S
     assert entered.any() and not entered[15:].any() and not entered[:, 2].any()
     assert (method.added[entered] == 4).all() and (method.added[~entered] == -1).all()
     np.testing.assert_allclose(method.l.sum(1).numpy(), 1, atol=1e-6)
     before = method.S.clone()
-    method.begin_epoch(5, lambda: Out(torch.zeros(30, 3), q))  # nothing is sure any more
+    method.begin_epoch(5, lambda: Out(torch.zeros(30, 3), q, q))  # nothing is sure any more
     assert torch.equal(method.S, before)
 
 
 def test_first_correction_epoch_and_switch():
     S = torch.tensor([[True, True, False]] * 10)
-    sure = Out(torch.tensor([[0.0, 0.0, 20.0]] * 10), unit_rows(10, 16, torch.Generator().manual_seed(0)))
+    q = unit_rows(10, 16, torch.Generator().manual_seed(0))
+    sure = Out(torch.tensor([[0.0, 0.0, 20.0]] * 10), q, q)
     for config, epoch, grows in [
         (URRLConfig(phi=0.4, correct_from_epoch=2), 1, False),
         (URRLConfig(phi=0.4, correct_from_epoch=2), 2, True),
@@ -188,3 +192,78 @@ def test_first_correction_epoch_and_switch():
         method = blob_method(URRL, S, config)
         assert method.begin_epoch(epoch, lambda: sure)["corrected_now"] == (10 if grows else 0)
         assert bool(method.S.all()) is grows
+
+
+# The switches of the fast recipe
+
+
+def test_one_view_loss_is_the_weighted_sum_on_one_mixed_view():
+    S = random_sets(16, 4, torch.Generator().manual_seed(0))
+    method = blob_method(URRL, S, URRLConfig(alpha=2.0, w_m=3.0, w_cr=0.5, one_view="strong")).eval()
+    assert method.views == ("strong",)
+    q = unit_rows(16, method.net.embed_dim, torch.Generator().manual_seed(1))
+    method.begin_epoch(0, lambda: Out(torch.zeros(16, 4), q, q))
+    method.l.copy_(distribution_on(S, torch.Generator().manual_seed(2)))
+    x = torch.randn(16, *method.shape)
+    torch.manual_seed(5)
+    step = method.loss(Batch(torch.arange(16), {"strong": x}))
+    torch.manual_seed(5)
+    lam, j = torch.distributions.Beta(2.0, 2.0).sample(), torch.randperm(16)
+    out = method.net(lam * x + (1 - lam) * x[j])
+    l, z = method.l.double().numpy(), method.z.double().numpy()
+    mixed = out.q.detach().double().numpy()
+    target = float(lam) * l + (1 - float(lam)) * l[j.numpy()]
+    slow_m = np.mean([reference.l_m(mixed[i], l[i], l[int(j[i])], float(lam), z, 0.3) for i in range(16)])
+    slow_cr = np.mean([reference.kl(target[i], reference.softmax(out.logits[i].tolist())) for i in range(16)])
+    assert step.terms["m"].item() == pytest.approx(slow_m, rel=1e-4)
+    assert step.terms["cr"].item() == pytest.approx(slow_cr, rel=1e-4)
+    assert step.total.item() == pytest.approx(3.0 * slow_m + 0.5 * slow_cr, rel=1e-4)
+
+
+def test_labels_follow_the_sets_votes():
+    """l is network x vote x likelihood of the item's own set, renormalised on S; sure labels enter S; the sets that
+    vote are those that were given, not the corrected ones."""
+    S = generate(torch.arange(300) % 3, 3, 0.3, 0.3, seed=2).mask
+    method = blob_method(URRL, S, URRLConfig(vote="sets", phi=0.6, k=20))
+    q = unit_rows(3, method.net.embed_dim, torch.Generator().manual_seed(1)).repeat(100, 1)  # three tight clusters
+    q = torch.nn.functional.normalize(q + 0.001 * torch.randn(q.shape), dim=1)
+    logits = torch.zeros(300, 3)
+    figures = method.begin_epoch(1, lambda: Out(logits, q, q))
+    z = torch.nn.functional.normalize(principal_components(q, 128, whiten=True), dim=1)
+    vote, mu = neighbour_vote(z, S, 20)
+    assert method.mu.item() == pytest.approx(mu)
+    posterior = [
+        [math.sqrt(vote[i, c].item() / 3) * math.exp(log_given(S, mu)[i, c].item()) for c in range(3)]
+        for i in range(300)
+    ]
+    for i, row in enumerate(posterior):
+        share = [v / sum(row) for v in row]
+        best = share.index(max(share))
+        grown = {c for c in range(3) if S[i, c]} | ({best} if share[best] > 0.6 else set())
+        assert grown == {c for c in range(3) if method.S[i, c]}
+        expected = [share[c] / sum(share[k] for k in grown) if c in grown else 0.0 for c in range(3)]
+        np.testing.assert_allclose(method.l[i].numpy(), expected, atol=1e-4)
+    assert figures["corrected_now"] == int((method.S & ~S).sum()) > 5
+    assert ((method.added == 1) == (method.S & ~S)).all()
+    method.begin_epoch(2, lambda: Out(logits, q, q))  # mu is estimated once
+    assert method.mu.item() == pytest.approx(mu)
+    second = method.l.clone()
+    method.begin_epoch(3, lambda: Out(logits, q, q))  # the same network and sets: the same labels
+    torch.testing.assert_close(method.l, second)
+    assert (method.l.argmax(1) == torch.arange(300) % 3).double().mean() > 0.95
+
+
+def test_a_start_by_vote_is_kept_through_the_first_epoch():
+    y = torch.arange(300) % 3
+    S = generate(y, 3, 0.3, 0.3, seed=2).mask
+    method = blob_method(URRL, S, URRLConfig(start="vote", vote="sets", phi=0.6, k=20))
+    centres = 5 * unit_rows(3, 12, torch.Generator().manual_seed(0))
+    method.prepare(centres[y] + torch.randn(300, 12, generator=torch.Generator().manual_seed(1)))
+    started = method.l.clone()
+    assert (started.argmax(1) == y).double().mean() > 0.9
+    q = unit_rows(300, 16, torch.Generator().manual_seed(1))
+    random = Out(torch.randn(300, 3), q, q)
+    method.begin_epoch(0, lambda: random)  # an untrained network has nothing to say
+    assert torch.equal(method.l, started)
+    method.begin_epoch(1, lambda: random)
+    assert not torch.equal(method.l, started)

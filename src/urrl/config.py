@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -38,6 +39,10 @@ class Training:
     ema: float = option(0.0, "decay of the averaged weights that are evaluated; 0 = none", 0, 1)
     flip_test: bool = option(False, "predict with the mean over the image and its mirror image")
     patience: int = option(25, "stop after so many epochs without a better validation; 0 = never", 0)
+
+    def __post_init__(self) -> None:
+        if self.nesterov and not self.momentum:
+            raise UserError("option nesterov takes a momentum above 0 (or --set nesterov=false)")
 
 
 @dataclass(frozen=True)
@@ -79,6 +84,8 @@ def build(config: type[T], values: dict[str, Any]) -> T:
             value = float(value)
         if type(value) is not kind:
             raise UserError(f"option {name} takes {_ARTICLE[kind]}, not {value!r}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UserError(f"option {name} takes a finite number, not {value}")
         low, high, choices = (f.metadata[key] for key in ("low", "high", "choices"))
         if kind in (int, float) and not ((low is None or value >= low) and (high is None or value <= high)):
             if high is None:
@@ -109,9 +116,19 @@ def parse_settings(settings: list[str]) -> dict[str, Any]:
     return values
 
 
+_ON_PICO = ("pico", "pico_plus", "alim", "irnet")  # PiCO and what builds on it
+
+
 def _paper(dataset: str, method: str) -> dict[str, Any]:
-    """The paper's settings as printed; the defaults of Training and of each Config are the paper's."""
-    return {"phi": 0.8} if (dataset, method) == ("cifar100", "urrl") else {}
+    """The paper's settings as printed, and the compared methods' own; all defaults are the papers'."""
+    values: dict[str, Any] = {}
+    if method in _ON_PICO:
+        values |= dict(head="mlp", embed_dim=128, lr=0.01)
+    if method == "cr_dpll":
+        values |= dict(lr=0.1, weight_decay=1e-4)
+    if dataset == "cifar100":
+        values |= {"urrl": dict(phi=0.8), "pico_plus": dict(warm=0.0625, select=0.0625, neighbours=5)}.get(method, {})
+    return values
 
 
 def _fast(dataset: str, method: str) -> dict[str, Any]:
@@ -122,6 +139,10 @@ def _fast(dataset: str, method: str) -> dict[str, Any]:
     )  # fmt: skip
     if dataset == "digits":
         values |= dict(width=16, epochs=60, batch_size=64, flip_test=False)
+    if method in _ON_PICO:  # a fifth of the learning rate, as in the papers
+        values |= dict(head="mlp", embed_dim=128, lr=0.02)
+    # The papers' shares of a run are thousands of steps; here they would end before anything is learned.
+    values |= {"pico_plus": dict(select=0.3, knn=0.3), "alim": dict(start=0.3)}.get(method, {})
     return values
 
 

@@ -20,17 +20,16 @@ def infer(net: Network, x: Tensor, policy: Policy, flip: bool = False, batch: in
     was_training = net.training
     net.eval()
     device = next(net.parameters()).device
-    logits, q = [], []
+    outs = []
     for part in x.split(batch):
         views = normalise(part.to(device), policy)
         out = net(views)
         if flip:
             mirrored = net(views.flip(3)).logits
-            out = Out((out.logits.softmax(1) + mirrored.softmax(1)).div(2).log(), out.q)
-        logits.append(out.logits.float())
-        q.append(out.q)
+            out = out._replace(logits=(out.logits.softmax(1) + mirrored.softmax(1)).div(2).log())
+        outs.append(Out(*(t.float() for t in out)))
     net.train(was_training)
-    return Out(torch.cat(logits), torch.cat(q))
+    return Out(*(torch.cat(parts) for parts in zip(*outs)))
 
 
 def accuracy(logits: Tensor, y: Tensor) -> float:

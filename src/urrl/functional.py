@@ -51,3 +51,12 @@ def entropy(p: Tensor) -> Tensor:
 def kl_to(logits: Tensor, target: Tensor) -> Tensor:
     """KL(target || softmax(logits)), with 0 log 0 = 0."""
     return soft_cross_entropy(logits, target) - entropy(target)
+
+
+def mixup(x: Tensor, target: Tensor, alpha: float) -> tuple[Tensor, Tensor]:
+    """Items and targets mixed with random partners of the batch: one lambda from Beta(alpha, alpha), the larger part
+    the item's own."""
+    lam = torch.distributions.Beta(alpha, alpha).sample().to(x.device)
+    lam = torch.maximum(lam, 1 - lam)
+    partner = torch.randperm(len(x)).to(x.device)
+    return lam * x + (1 - lam) * x[partner], lam * target + (1 - lam) * target[partner]

@@ -13,7 +13,6 @@ With mu = 0 it is the classifier-consistent loss, CC.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -32,7 +31,8 @@ def log_given(S: Tensor, mu: float | Tensor) -> Tensor:
 
 def set_nll(logits: Tensor, S: Tensor, mu: float | Tensor) -> Tensor:
     """-log sum_y f_y P(S | y), (B,)."""
-    return -torch.logsumexp(F.log_softmax(logits.float(), 1) + log_given(S, mu), 1)
+    logits = logits.float()
+    return logits.logsumexp(1) - (logits + log_given(S, mu)).logsumexp(1)
 
 
 def set_log_likelihood(f: Tensor, S: Tensor, mu: float | Tensor) -> Tensor:
@@ -43,7 +43,7 @@ def set_log_likelihood(f: Tensor, S: Tensor, mu: float | Tensor) -> Tensor:
 
 
 def estimate_mu(f: Tensor, S: Tensor) -> float:
-    """The mu under which the sets as given are likeliest, for predictions f (n, C). Concave in mu: by ternary search."""
+    """The mu under which the sets as given are likeliest, for predictions f (n, C). Concave in mu: ternary search."""
     low, high = 1e-3, 0.95
     for _ in range(24):
         third = (high - low) / 3

@@ -72,6 +72,12 @@ def fit(method: Method, x: Tensor, policy: Policy, training: Training, seed: int
     method.total_epochs = training.epochs
     steps = math.ceil(len(x) / training.batch_size)
     show.start(training.epochs, steps, state.epoch)
+    if state.epoch == 0:
+        began = time.perf_counter()
+        with FlopCounterMode(display=False) as counter:
+            method.prepare(x)
+        state.flops += counter.get_total_flops()
+        state.seconds += time.perf_counter() - began
     for epoch in range(state.epoch, training.epochs):
         if training.patience and epoch - state.best_epoch > training.patience:
             break

@@ -13,17 +13,19 @@ from torch import Tensor
 from urrl.knn import cosine_topk
 from urrl.likelihood import estimate_mu, log_given, set_log_likelihood
 
-SHARPNESS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0)
+SHARPNESS = (0.05, 0.1, 0.2, 0.4, 0.7, 1.0)
+GRID = (0.1, 0.2, 0.35, 0.5, 0.65)  # of mu
 
 
 def principal_components(x: Tensor, d: int, whiten: bool = False) -> Tensor:
-    """(n, ...) -> (n, d): the first components, found on about 10,000 rows; with `whiten` all of unit variance."""
+    """(n, ...) -> (n, d): the first components, found on about 10,000 rows; with `whiten` of equal variance, but for
+    those with next to none."""
     x = x.flatten(1).float()
     some = x[:: max(1, len(x) // 10_000)]
     mean = some.mean(0)
     variance, axes = torch.linalg.eigh((some - mean).T @ (some - mean) / len(some))  # ascending
     z = (x - mean) @ axes[:, -d:]
-    return z / variance[-d:].clamp_min(1e-12).sqrt() if whiten else z
+    return z / (variance[-d:] + 1e-4 * variance[-1]).sqrt() if whiten else z
 
 
 def patch_features(x: Tensor, filters: int = 128, side: int = 6) -> Tensor:
@@ -53,18 +55,34 @@ def patch_features(x: Tensor, filters: int = 128, side: int = 6) -> Tensor:
     return torch.cat(features)
 
 
-def neighbour_vote(features: Tensor, S: Tensor, k: int = 100) -> tuple[Tensor, float]:
+def neighbour_vote(features: Tensor, S: Tensor, k: int = 200, mu: float | None = None) -> tuple[Tensor, float]:
     """(P (n, C), mu): for each item the classes by the summed log-likelihood of its neighbours' sets, the item's own
-    set left out. How sharp the vote is, and mu, are chosen without labels: by the likelihood of the items' own sets."""
-    neighbours = torch.cat([near for _, _, near in cosine_topk(features, k)])
-    mu = 0.3
-    for _ in range(3):
-        given = log_given(S, mu)
-        score = torch.cat([F.embedding_bag(near, given, mode="sum") for near in neighbours.split(4096)])  # (n, C)
-        votes = [F.softmax(score * sharp, 1) for sharp in SHARPNESS]
-        P = max(votes, key=lambda vote: float(set_log_likelihood(vote, S, mu)))
-        mu = estimate_mu(P, S)
-    return P, mu
+    set left out.
+
+    How many of the k neighbours vote, mu, and how sharp the vote is (neighbours are not independent) are chosen without
+    labels, by the likelihood of the items' own sets: over a grid, because it has local optima, on at most 5,000 rows.
+    Give mu where the features were learned from the sets: an item then sits among those that agree with its own set,
+    and mu would come out too small.
+    """
+    k = min(k, max(10, len(S) // (4 * S.shape[1])))  # a quarter of a class: more would reach into others
+    near = torch.cat([i.gather(1, s.argsort(1, descending=True)) for _, s, i in cosine_topk(features, k)])  # (n, k)
+    some = torch.arange(0, len(S), max(1, len(S) // 5000), device=S.device)
+    best = (-torch.inf, k, GRID[0], SHARPNESS[0])
+    for rate in GRID if mu is None else (mu,):
+        given = log_given(S, rate)
+        for part in sorted({max(1, k // 8), max(1, k // 4), max(1, k // 2), k}):
+            score = _sum_over(near[some, :part], given)
+            for sharp in SHARPNESS:
+                likelihood = set_log_likelihood(F.softmax(sharp * score, 1), S[some], rate)
+                best = max(best, (float(likelihood), part, rate, sharp))
+    _, part, rate, sharp = best
+    P = F.softmax(sharp * _sum_over(near[:, :part], log_given(S, rate)), 1)
+    return P, estimate_mu(P, S) if mu is None else mu
+
+
+def _sum_over(near: Tensor, given: Tensor) -> Tensor:
+    """(n, k) neighbours, (n, C) log-likelihoods -> (n, C) sums."""
+    return torch.cat([F.embedding_bag(part, given, mode="sum") for part in near.split(4096)])
 
 
 def first_vote(x: Tensor, S: Tensor) -> tuple[Tensor, float]:

@@ -1,12 +1,34 @@
 """The methods, by name. Adding one: one file, one line here, one oracle test."""
 
 from urrl.errors import UserError
+from urrl.methods.alim import ALIM
 from urrl.methods.average import Average
 from urrl.methods.base import Batch, Method, Step
+from urrl.methods.cc import CC
+from urrl.methods.cr_dpll import CRDPLL
+from urrl.methods.irnet import IRNet
+from urrl.methods.pico import PiCO
+from urrl.methods.pico_plus import PiCOPlus
+from urrl.methods.proden import PRODEN
+from urrl.methods.rabs import RABS
+from urrl.methods.rc import RC
 from urrl.methods.supervised import Supervised
 from urrl.methods.urrl import URRL
 
-METHODS: dict[str, type[Method]] = {"urrl": URRL, "average": Average, "supervised": Supervised}
+METHODS: dict[str, type[Method]] = {
+    "urrl": URRL,
+    "proden": PRODEN,
+    "rc": RC,
+    "cc": CC,
+    "rabs": RABS,
+    "pico": PiCO,
+    "pico_plus": PiCOPlus,
+    "cr_dpll": CRDPLL,
+    "alim": ALIM,
+    "irnet": IRNet,
+    "average": Average,
+    "supervised": Supervised,
+}
 
 
 def find_method(name: str) -> type[Method]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from urrl.functional import soft_cross_entropy, uniform_on
-from urrl.methods.base import Batch, Method, Step
+from urrl.methods.base import Batch, Method, Step, mean_over_views
 
 
 class Average(Method):
     bound = "lower"
+    views = ("weak", "strong")
 
     def loss(self, batch: Batch) -> Step:
+        target = uniform_on(self.S[batch.index])
         outs = self.forward_views(batch.views)
-        loss = soft_cross_entropy(outs["weak"].logits, uniform_on(self.S[batch.index])).mean()
+        loss = mean_over_views(outs, lambda logits: soft_cross_entropy(logits, target))
         return Step(loss, {"average": loss}, outs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -15,7 +16,7 @@ from urrl.nets import Network, Out
 
 
 class Batch(NamedTuple):
-    index: Tensor  # (B,) rows of the training part; a batch has no labels, ever
+    index: Tensor  # type: ignore[assignment]  # (B,) rows of the training part; a batch has no labels, ever
     views: dict[str, Tensor]  # augmented images, (B, ...) each
 
 
@@ -37,6 +38,7 @@ class Method(nn.Module):
     Config: ClassVar[type] = NoOptions
     views: tuple[str, ...] = ("weak",)
     bound: ClassVar[str | None] = None  # "upper" or "lower": not a method to use but a line to compare with
+    total_epochs: int = 500  # of the run; the loop sets it, schedules are shares of it
     S: Tensor
     l: Tensor
 
@@ -46,6 +48,9 @@ class Method(nn.Module):
         self.config = config
         self.register_buffer("S", sets.mask.clone())
         self.register_buffer("l", uniform_on(sets.mask))
+
+    def prepare(self, x: Tensor) -> None:
+        """Before the first epoch: a look at the raw training items, in index order."""
 
     def begin_epoch(self, epoch: int, infer: Callable[[], Out]) -> dict[str, float]:
         """Before an epoch; `infer()` gives the outputs for all training items, un-augmented, in index order.
@@ -67,3 +72,12 @@ class Method(nn.Module):
         size = len(next(iter(views.values())))
         out = self.net(torch.cat(list(views.values())))
         return {view: Out(*part) for view, part in zip(views, zip(*(t.split(size) for t in out)))}
+
+    def epochs_in(self, share: float) -> int:
+        """That share of the run in whole epochs, rounded up: a short run keeps every phase of a long one."""
+        return math.ceil(share * self.total_epochs - 1e-9)  # 0.07 * 100 is a little more than 7
+
+
+def mean_over_views(outs: dict[str, Out], loss: Callable[[Tensor], Tensor]) -> Tensor:
+    """A loss that knows of one view, on several: each counts as an item. loss: logits (B, C) -> (B,)."""
+    return torch.stack([loss(out.logits).mean() for out in outs.values()]).mean()

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from urrl.functional import soft_cross_entropy
-from urrl.methods.base import Batch, Method, Step
+from urrl.methods.base import Batch, Method, Step, mean_over_views
 
 
 class Supervised(Method):
     bound = "upper"
+    views = ("weak", "strong")
 
     def loss(self, batch: Batch) -> Step:
+        target = self.S[batch.index].float()
         outs = self.forward_views(batch.views)
-        loss = soft_cross_entropy(outs["weak"].logits, self.S[batch.index].float()).mean()
+        loss = mean_over_views(outs, lambda logits: soft_cross_entropy(logits, target))
         return Step(loss, {"cross_entropy": loss}, outs)

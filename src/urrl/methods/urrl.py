@@ -3,6 +3,9 @@
 S (n, C) candidate sets, l (n, C) dynamic label distribution, q (n, d) unit-norm embeddings, z (C, d) prototypes,
 f softmax output. One epoch: prototypes z from l; S grows by the KNN vote; then for every batch
 L = L_Sup + w_m L_m + w_CR L_CR, a step, and l follows the network.
+
+That is the paper, and the default. Three switches make it learn in a fraction of the time, and the recipe `fast` sets
+them: `start="vote"`, `vote="sets"` and `one_view="strong"`. Each is explained where it acts.
 """
 
 from __future__ import annotations
@@ -16,10 +19,12 @@ from torch import Tensor
 
 from urrl.candidates import CandidateSets
 from urrl.config import option
-from urrl.functional import complement_nll, kl_to, soft_cross_entropy
+from urrl.functional import complement_nll, kl_to, renormalise_on, soft_cross_entropy
 from urrl.knn import cosine_topk
+from urrl.likelihood import log_given
 from urrl.methods.base import Batch, Method, Step
 from urrl.nets import Network, Out
+from urrl.warmstart import first_vote, neighbour_vote, principal_components
 
 
 @dataclass(frozen=True)
@@ -29,52 +34,99 @@ class URRLConfig:
     tau: float = option(0.3, "temperature of the prototypes and of the KNN weights", 1e-4)
     k: int = option(200, "neighbours K that vote in the correction", 1)
     phi: float = option(0.7, "a label outside S enters it where its share of the vote exceeds this", 0, 1)
-    alpha: float = option(8.0, "mixup draws lambda from Beta(alpha, alpha)", 0.05)
+    alpha: float = option(8.0, "mixup draws lambda from Beta(alpha, alpha); 0 = no mixing", 0)
     ramp_epochs: int = option(0, "epochs over which w_m and w_cr grow from zero; 0 = none", 0)
     correct_from_epoch: int = option(0, "first epoch (from 0) that begins with a correction of S", 0)
     use_m: bool = option(True, "L_m on (ablation)")
     use_cr: bool = option(True, "L_CR on (ablation)")
     use_correction: bool = option(True, "correction of S on (ablation)")
+    start: str = option("uniform", "first l: uniform on S, or the vote of neighbours in image space",
+                        choices=("uniform", "vote"))  # fmt: skip
+    vote: str = option("labels", "neighbours vote with their l (the paper) or with the likelihood of their sets",
+                       choices=("labels", "sets"))  # fmt: skip
+    one_view: str = option("", "L_m and L_CR on this one view, mixed, without L_Sup; empty: the paper's three views",
+                           choices=("", "weak", "strong"))  # fmt: skip
 
 
 class URRL(Method):
     Config = URRLConfig
-    views = ("weak", "strong")
+    views: tuple[str, ...] = ("weak", "strong")
     config: URRLConfig
     z: Tensor
     added: Tensor
     ramp: Tensor
+    mu: Tensor
 
     def __init__(self, net: Network, sets: CandidateSets, config: URRLConfig):
         super().__init__(net, sets, config)
         self.register_buffer("z", torch.zeros(sets.n_classes, net.embed_dim))
         self.register_buffer("added", torch.full(sets.mask.shape, -1, dtype=torch.int16))  # epoch of an addition
         self.register_buffer("ramp", torch.ones(()))
+        self.register_buffer("mu", torch.tensor(-1.0))  # the unreliable rate by the first vote; negative: none yet
+        if config.one_view:
+            self.views = (config.one_view,)
+
+    @torch.no_grad()
+    def prepare(self, x: Tensor) -> None:
+        """start="vote": a uniform l makes the prototypes almost parallel and keeps pi below phi for many epochs; the
+        neighbours in plain image space know better."""
+        if self.config.start == "vote":
+            self._follow(*first_vote(x, self.S), epoch=0)
 
     @torch.no_grad()
     def begin_epoch(self, epoch: int, infer: Callable[[], Out]) -> dict[str, float]:
         c = self.config
         self.ramp.fill_(min(1.0, (epoch + 1) / c.ramp_epochs) if c.ramp_epochs else 1.0)
         out = infer()
-        self.z.copy_(prototypes(out.q, self.l))
-        if not c.use_correction or epoch < c.correct_from_epoch:
-            return {"corrected_now": 0}
-        rows, labels, share = corrections(out.logits.softmax(1), out.q, self.l, self.S, c.k, c.tau, c.phi)
+        f = out.logits.softmax(1)
+        before = int(self.S.sum())
+        if c.vote == "labels":
+            self.z.copy_(prototypes(out.q, self.l))
+            if c.use_correction and epoch >= c.correct_from_epoch:
+                rows, labels, share = corrections(f, out.q, self.l, self.S, c.k, c.tau, c.phi)
+                self._enter(rows, labels, epoch)
+                # NOTE: the paper does not say what l becomes; the new label enters with its share of the vote.
+                self.l[rows, labels] = share
+                self.l[rows] /= self.l[rows].sum(1, keepdim=True)
+        else:
+            if epoch > 0 or c.start == "uniform":
+                known = self.mu.item() if self.mu >= 0 else None
+                # Whitened: in the embedding as it is, the neighbours are those that the network gave the same label,
+                # and the vote repeats it; the directions that do not tell the classes apart find others.
+                z = F.normalize(principal_components(out.feature, 128, whiten=True), dim=1)
+                vote, mu = neighbour_vote(z, self.S & (self.added < 0), c.k, known)
+                self._follow((f * vote).sqrt(), mu, epoch)
+            self.z.copy_(prototypes(out.q, self.l))
+        return {"corrected_now": int(self.S.sum()) - before}
+
+    def _enter(self, rows: Tensor, labels: Tensor, epoch: int) -> None:
         self.S[rows, labels] = True
         self.added[rows, labels] = epoch
-        # NOTE: the paper does not say what l becomes; the new label enters with its share of the vote.
-        self.l[rows, labels] = share
-        self.l[rows] /= self.l[rows].sum(1, keepdim=True)
-        return {"corrected_now": len(rows)}
+
+    def _follow(self, share: Tensor, mu: float, epoch: int) -> None:
+        """vote="sets": l is what the neighbours' sets, as they were given, and the network say together, times the
+        likelihood of the item's own set. A vote by the neighbours' l repeats what the network believes; the sets are
+        fresh evidence at every epoch, and the more alike the neighbours become, the more of it adds up."""
+        c = self.config
+        self.mu.fill_(mu)
+        given = self.S & (self.added < 0)
+        share = (share.clamp_min(1e-8).log() + log_given(given, mu)).softmax(1)
+        best, label = share.max(1)
+        if c.use_correction and epoch >= c.correct_from_epoch:
+            enters = (best > c.phi) & ~self.S[torch.arange(len(label), device=label.device), label]
+            self._enter(enters.nonzero().squeeze(1), label[enters], epoch)
+        self.l.copy_(renormalise_on(self.S, share))
 
     def loss(self, batch: Batch) -> Step:
+        return self._one_view_loss(batch) if self.config.one_view else self._paper_loss(batch)
+
+    def _paper_loss(self, batch: Batch) -> Step:
         c = self.config
         S, l = self.S[batch.index], self.l[batch.index]
         views = dict(batch.views)
         if c.use_m:
             # NOTE: the paper mixes "x_i"; we mix the weak view, with one lambda a batch.
-            lam = torch.distributions.Beta(c.alpha, c.alpha).sample().to(l.device)
-            partner = torch.randperm(len(l)).to(l.device)
+            lam, partner = self._mixing(l)
             views["mixed"] = lam * views["weak"] + (1 - lam) * views["weak"][partner]
         outs = self.forward_views(views)
         terms = {"sup": complement_nll(outs["weak"].logits, S).mean()}
@@ -89,6 +141,34 @@ class URRL(Method):
             terms["cr"] = (kl_to(outs["weak"].logits, l) + kl_to(outs["strong"].logits, l)).mean()
             total = total + self.ramp * c.w_cr * terms["cr"]
         return Step(total, terms, outs)
+
+    def _one_view_loss(self, batch: Batch) -> Step:
+        """one_view: a third of the work a step. l holds the evidence of the sets already, so L_Sup has nothing to add;
+        mixing keeps the network from memorising what is wrong in l."""
+        c = self.config
+        l = self.l[batch.index]
+        lam, partner = self._mixing(l)
+        x = batch.views[c.one_view]
+        out = self.net(lam * x + (1 - lam) * x[partner])
+        target = lam * l + (1 - lam) * l[partner]
+        terms = {}
+        if c.use_m:
+            terms["m"] = soft_cross_entropy(out.q @ self.z.T / c.tau, target).mean()
+        if c.use_cr:
+            terms["cr"] = kl_to(out.logits, target).mean()
+        weights = {"m": c.w_m, "cr": c.w_cr}
+        total = torch.stack([self.ramp * weights[name] * term for name, term in terms.items()]).sum()
+        return Step(total, terms, {"mixed": out})
+
+    def _mixing(self, l: Tensor) -> tuple[Tensor, Tensor]:
+        """(lambda, partners) for a batch."""
+        alpha = self.config.alpha
+        lam = torch.distributions.Beta(alpha, alpha).sample() if alpha else torch.ones(())
+        return lam.to(l.device), torch.randperm(len(l)).to(l.device)
+
+    def refine(self, batch: Batch, step: Step) -> None:
+        if self.config.vote == "labels":  # where the sets vote, l waits for the next vote
+            super().refine(batch, step)
 
 
 def prototypes(q: Tensor, l: Tensor) -> Tensor:
@@ -105,7 +185,7 @@ def corrections(f: Tensor, q: Tensor, l: Tensor, S: Tensor, k: int, tau: float, 
     """
     slack = 1e-5  # for the rounding of the vote's sum
     possible = (f.masked_fill(S, 0).amax(1) > 2 * phi - 1 - slack).nonzero().squeeze(1)
-    rows, labels, shares = [], [], []
+    rows, labels, shares = [possible[:0]], [possible[:0]], [f[:0, 0]]
     for row, similarity, neighbour in cosine_topk(q, k, possible):
         w = (similarity / tau).softmax(1)  # (b, K)
         vote = F.embedding_bag(neighbour, l, per_sample_weights=w, mode="sum")  # (b, C): sum over K of w l
@@ -114,7 +194,4 @@ def corrections(f: Tensor, q: Tensor, l: Tensor, S: Tensor, k: int, tau: float, 
         rows.append(row[enters])
         labels.append(label[enters])
         shares.append(share[enters])
-    if not rows:
-        none = torch.empty(0, dtype=torch.long, device=f.device)
-        return none, none, torch.empty(0, device=f.device)
     return torch.cat(rows), torch.cat(labels), torch.cat(shares)

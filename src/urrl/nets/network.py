@@ -17,6 +17,7 @@ from urrl.nets.preact_resnet import PreActResNet18
 class Out(NamedTuple):
     logits: Tensor  # (B, C)
     q: Tensor  # (B, d), unit norm
+    feature: Tensor  # (B, width) of the backbone, on which both stand
 
 
 class Network(nn.Module):
@@ -36,7 +37,7 @@ class Network(nn.Module):
     def forward(self, x: Tensor) -> Out:
         feature = self.backbone(x)  # (B, width)
         # NOTE: the paper writes f(q); the works it builds on put f on the backbone's feature, and so do we.
-        return Out(self.classifier(feature), F.normalize(self.embed(feature).float(), dim=1))
+        return Out(self.classifier(feature), F.normalize(self.embed(feature).float(), dim=1), feature)
 
 
 NETS: dict[str, Callable[[tuple[int, ...], int], nn.Module]] = {  # (shape of one item, width) -> backbone
