@@ -15,9 +15,7 @@ test: .venv/ready
 
 bench: .venv/ready
 	$(BIN)/python -m pip install --quiet -e '.[bench]'
-	$(BIN)/python benchmarks/step.py
-	$(BIN)/python benchmarks/knn.py
-	$(BIN)/python benchmarks/memory.py
+	$(BIN)/python benchmarks/run.py
 
 .venv/ready: pyproject.toml
 	$(PYTHON) -m venv .venv

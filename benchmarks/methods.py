@@ -122,12 +122,12 @@ def main() -> None:
     print(
         f"{'':<12}{'learned':>9}{'looked at':>11}{'step':>10}{'to supervised':>15}{'to bare':>9}   (images of a step)"
     )
-    figures: dict[str, dict[str, float]] = {}
+    figures: dict[str, float] = {}
     for name, contender in contenders.items():
         step = 1000 * statistics.median(r[name][0] for r in rounds)
         to_supervised = statistics.median(r[name][0] / r["supervised"][0] for r in rounds)
         to_bare = statistics.median(whole / bare for whole, bare in (r[name] for r in rounds))
-        figures[name] = {"to_supervised": round(to_supervised, 3), "to_bare": round(to_bare, 3)}
+        figures |= {f"{name}_to_supervised": round(to_supervised, 3), f"{name}_to_bare": round(to_bare, 3)}
         images = f"{contender.learned:>9}{contender.looked_at:>11}"
         print(f"{name:<12}{images}{step:>7.0f} ms{to_supervised:>15.2f}{to_bare:>9.2f}")
     print(json.dumps(figures))
