@@ -134,7 +134,7 @@ def _paper(dataset: str, method: str) -> dict[str, Any]:
 def _fast(dataset: str, method: str) -> dict[str, Any]:
     """For two cores: a small net, a short schedule with a warm-up, no early stop; URRL with its fast switches."""
     values: dict[str, Any] = dict(
-        net="fast", width=32, embed_dim=64, epochs=20, lr=0.1, warmup=0.2, schedule="linear", nesterov=True,
+        net="fast", width=32, embed_dim=64, epochs=40, lr=0.1, warmup=0.2, schedule="linear", nesterov=True,
         weight_decay=5e-4, decay_norm=False, ema=0.997, patience=0, flip_test=True,
     )  # fmt: skip
     if dataset == "digits":  # so few steps that the paper's own method is quick enough, and averaging is not needed
