@@ -137,10 +137,11 @@ def _fast(dataset: str, method: str) -> dict[str, Any]:
         net="fast", width=32, embed_dim=64, epochs=40, lr=0.1, warmup=0.2, schedule="linear", nesterov=True,
         weight_decay=5e-4, decay_norm=False, ema=0.997, patience=0, flip_test=True,
     )  # fmt: skip
-    if dataset == "digits":  # so few steps that the paper's own method is quick enough, and averaging is not needed
-        return values | dict(width=16, epochs=60, batch_size=64, ema=0.0, flip_test=False) | _fast_baseline(method)
     if method == "urrl":
         values |= dict(start="vote", vote="sets", one_view="strong", alpha=0.0, w_m=1.0, phi=0.6)
+    if dataset == "digits":
+        values |= dict(width=16, epochs=60, batch_size=64, ema=0.98, flip_test=False)
+        values |= dict(one_view="weak", alpha=1.0, phi=0.7) if method == "urrl" else {}
     return values | _fast_baseline(method)
 
 
