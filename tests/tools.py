@@ -5,6 +5,8 @@ import torch
 from urrl.candidates import CandidateSets
 from urrl.nets import build_network
 
+PAPER_FORM = {"start": "uniform", "vote": "labels", "one_view": "", "alpha": 8.0, "w_m": 5.0}  # of URRL
+
 
 def random_sets(n, C, rng):
     """(n, C) bool, no row empty, no row full."""
