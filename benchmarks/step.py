@@ -57,7 +57,13 @@ def timed(function: Callable[[], None]) -> float:
     return time.perf_counter() - began
 
 
-PAPER_FORM = {"start": "uniform", "vote": "labels", "one_view": "", "alpha": 8.0}  # the fast net, the paper's method
+PAPER_FORM = {
+    "start": "uniform",
+    "vote": "labels",
+    "one_view": "",
+    "alpha": 8.0,
+    "w_m": 5.0,
+}  # the fast net, the paper's method
 
 
 def step_ratio(dataset: Dataset, settings: dict[str, Any], repeats: int) -> tuple[float, float]:
@@ -79,7 +85,7 @@ def step_ratio(dataset: Dataset, settings: dict[str, Any], repeats: int) -> tupl
     bare_net, bare_optimiser = network()
     rng = torch.Generator().manual_seed(0)
     index = torch.randperm(len(x), generator=rng)[: t.batch_size]
-    names = ("strong",) if run.options.one_view else ("weak", "strong", "weak2")
+    names = (run.options.one_view,) if run.options.one_view else ("weak", "strong", "weak2")
     ready = torch.cat([*make_views(x[index], names, policy, rng).values()])
     target = y[index].repeat(len(names))
 

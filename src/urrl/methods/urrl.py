@@ -5,7 +5,7 @@ f softmax output. One epoch: prototypes z from l; S grows by the KNN vote; then 
 L = L_Sup + w_m L_m + w_CR L_CR, a step, and l follows the network.
 
 That is the paper, and the default. Three switches make it learn in a fraction of the time, and the recipe `fast` sets
-them: `start="vote"`, `vote="sets"` and `one_view="strong"`. Each is explained where it acts.
+them: `start="vote"`, `vote="sets"` and `one_view="weak"`. Each is explained where it acts.
 """
 
 from __future__ import annotations
