@@ -159,6 +159,9 @@ def main() -> int:
     except UserError as error:
         print(f"urrl: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # the reader of our output has gone, as in `urrl recipes | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except OSError as error:
         print(f"urrl: {error.filename or 'file'}: {error.strerror or error}", file=sys.stderr)
         return 2
@@ -274,13 +277,13 @@ def _first_line(documented: object) -> str:
 
 def _methods(args: argparse.Namespace) -> None:
     from urrl.config import describe
-    from urrl.methods import METHODS, find_method
+    from urrl.methods import METHODS, method_name
 
     if args.name is None:
         for name, kind in METHODS.items():
             print(f"{name:<12} {_first_line(sys.modules[kind.__module__])}")
         return
-    for option, type_name, default, doc in describe(find_method(args.name).Config):
+    for option, type_name, default, doc in describe(METHODS[method_name(args.name)].Config):
         print(f"{option:<20} {type_name:<6} {default!s:<8} {doc}")
 
 

@@ -20,7 +20,7 @@ from urrl.data.augment import POLICIES
 from urrl.errors import UserError
 from urrl.evaluate import label_report, part_accuracy
 from urrl.files import write_json
-from urrl.methods import METHODS, find_method
+from urrl.methods import METHODS, method_name
 from urrl.nets import Network, build_network
 from urrl.plots import draw_curves
 from urrl.progress import Progress
@@ -34,9 +34,11 @@ def make_run(
     candidates: Path | None = None,
 ) -> tuple[Run, Dataset, Splits, CandidateSets]:  # fmt: skip
     """A run, checked, with its data and candidate sets. The sets depend on the cell alone, not on the method."""
-    config = find_method(method).Config
-    run = resolve(dataset_name, method, recipe, config, settings, eta=eta, mu=mu, convention=convention, seed=seed,
-                  split=split_kind, subset=subset)  # fmt: skip
+    method = method_name(method)
+    run = resolve(
+        dataset_name, method, recipe, METHODS[method].Config, settings, eta=eta, mu=mu, convention=convention, seed=seed,
+        split=split_kind, subset=subset,
+    )  # fmt: skip
     dataset = load(dataset_name, data_dir)
     splits = split(dataset, split_kind, seed, subset)
     if len(splits.train.y) < 2:

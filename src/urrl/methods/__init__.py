@@ -31,10 +31,12 @@ METHODS: dict[str, type[Method]] = {
 }
 
 
-def find_method(name: str) -> type[Method]:
-    if name not in METHODS:
+def method_name(name: str) -> str:
+    """The key of METHODS for a name as people write it: CR-DPLL, PiCO+."""
+    key = name.lower().replace("-", "_").replace("+", "_plus")
+    if key not in METHODS:
         raise UserError(f"method {name!r} is unknown; there are: {', '.join(METHODS)}")
-    return METHODS[name]
+    return key
 
 
-__all__ = ["METHODS", "Batch", "Method", "Step", "find_method"]
+__all__ = ["METHODS", "Batch", "Method", "Step", "method_name"]
