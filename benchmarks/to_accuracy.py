@@ -36,9 +36,8 @@ def main() -> None:
             "seconds": last["seconds"],
             "val_accuracy": last["val_accuracy"],
         }
-        print(
-            f"{name:<44}{len(records):>7}{last['seconds'] / 60:>9.1f}{last['flops']:>10.2g}{last['val_accuracy']:>12.2%}"
-        )
+        cost = f"{last['seconds'] / 60:>9.1f}{last['flops']:>10.2g}"
+        print(f"{name:<44}{len(records):>7}{cost}{last['val_accuracy']:>12.2%}")
     axes[0].set(xlabel="FLOPs (log)", ylabel="validation accuracy", xscale="log")
     axes[1].set(xlabel="minutes")
     for ax in axes:

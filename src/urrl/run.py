@@ -36,8 +36,8 @@ def make_run(
     """A run, checked, with its data and candidate sets. The sets depend on the cell alone, not on the method."""
     method = method_name(method)
     run = resolve(
-        dataset_name, method, recipe, METHODS[method].Config, settings, eta=eta, mu=mu, convention=convention, seed=seed,
-        split=split_kind, subset=subset,
+        dataset_name, method, recipe, METHODS[method].Config, settings, eta=eta, mu=mu, convention=convention,
+        seed=seed, split=split_kind, subset=subset,
     )  # fmt: skip
     dataset = load(dataset_name, data_dir)
     splits = split(dataset, split_kind, seed, subset)
