@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from step import PAPER_FORM
 
 from urrl.candidates import CandidateSets, generate
 from urrl.config import resolve
@@ -35,8 +36,9 @@ class Contender:
 
     def __init__(self, name: str):
         cell: dict[str, Any] = dict(eta=0.3, mu=0.3, convention="paper", seed=0, split="paper", subset=None)
+        name, settings = ("urrl", PAPER_FORM) if name == "urrl_paper" else (name, {})
         kind = METHODS[name]
-        run = resolve("fmnist", name, "fast", kind.Config, {}, **cell)
+        run = resolve("fmnist", name, "fast", kind.Config, settings, **cell)
         self.t = run.training
         torch.manual_seed(0)
         y = torch.randint(0, CLASSES, (ITEMS,))
@@ -112,7 +114,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--methods", help="some of them, by comma; supervised always runs")
     args = parser.parse_args()
-    names = args.methods.split(",") if args.methods else list(METHODS)
+    names = args.methods.split(",") if args.methods else [*METHODS, "urrl_paper"]
     contenders = {name: Contender(name) for name in ["supervised", *(n for n in names if n != "supervised")]}
     for contender in contenders.values():
         contender.whole()

@@ -12,6 +12,7 @@ from unittest import mock
 
 import torch
 
+from tests.tools import PAPER_FORM
 from urrl import checkpoint
 from urrl.candidates import CandidateSets
 from urrl.cli import main
@@ -19,6 +20,8 @@ from urrl.cli import main
 # Neighbours few and phi low: the sets are corrected from the first epochs on, so that a resumed S matters.
 TINY = shlex.split("train --dataset digits --subset 120 --epochs 3 --threads 1 --quiet")
 TINY += shlex.split("--set width=2 --set batch_size=40 --set k=5 --set phi=0.2")
+PAPER = [word for key, value in PAPER_FORM.items() for word in ("--set", f"{key}={value}")]  # the paper's form of URRL
+TINY += PAPER
 
 
 class Done(NamedTuple):

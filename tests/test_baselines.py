@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from tests import reference, reference_baselines
-from tests.runs import assert_same, call, outcome, unfinished
-from tests.tools import PAPER_FORM, as_sets, blob_method, distribution_on, random_sets, unit_rows
+from tests.runs import PAPER, assert_same, call, outcome, unfinished
+from tests.tools import as_sets, blob_method, distribution_on, random_sets, unit_rows
 from urrl.config import RECIPES, Training, build
 from urrl.functional import mixup
 from urrl.likelihood import set_nll
@@ -518,8 +518,7 @@ def test_a_resumed_run_ends_with_the_same_bits(name, tmp_path):
     """Stopped after the third of four epochs, when every phase of every method has begun."""
     tiny = "train --dataset digits --subset 120 --epochs 4 --set width=2 --set batch_size=40 --threads 1 --quiet"
     method, _, paper = name.partition(", ")
-    form = [word for key, value in PAPER_FORM.items() for word in ("--set", f"{key}={value}")] if paper else []
-    arguments = [*tiny.split(), "--method", method, "--eta", 0.3, "--mu", 0.3, *form]
+    arguments = [*tiny.split(), "--method", method, "--eta", 0.3, "--mu", 0.3, *(PAPER if paper else [])]
     assert call(*arguments, "--out", tmp_path / "whole").code == 0
     stopped = unfinished(tmp_path / "whole", tmp_path / "stopped")
     shutil.move(stopped / "previous.ckpt", stopped / "last.ckpt")

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.runs import TINY, assert_same, call, outcome, tree, unfinished
+from tests.runs import PAPER, TINY, assert_same, call, outcome, tree, unfinished
 from urrl import checkpoint
 from urrl.methods import Step
 from urrl.methods.urrl import URRL
@@ -37,7 +37,7 @@ def whole(tmp_path_factory):
 
 # Long enough to be caught in the middle: some tenths of a second an epoch.
 SLOW = shlex.split("train --dataset digits --subset 400 --epochs 6 --threads 1")
-SLOW += shlex.split("--set width=8 --set batch_size=16 --set k=5 --set phi=0.2")
+SLOW += [*shlex.split("--set width=8 --set batch_size=16 --set k=5 --set phi=0.2"), *PAPER]
 
 
 def start(*arguments: object) -> subprocess.Popen:

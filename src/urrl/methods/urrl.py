@@ -79,7 +79,6 @@ class URRL(Method):
         self.ramp.fill_(min(1.0, (epoch + 1) / c.ramp_epochs) if c.ramp_epochs else 1.0)
         out = infer()
         f = out.logits.softmax(1)
-        before = int(self.S.sum())
         if c.vote == "labels":
             self.z.copy_(prototypes(out.q, self.l))
             if c.use_correction and epoch >= c.correct_from_epoch:
@@ -97,7 +96,7 @@ class URRL(Method):
                 vote, mu = neighbour_vote(z, self.S & (self.added < 0), c.k, known)
                 self._follow((f * vote).sqrt(), mu, epoch)
             self.z.copy_(prototypes(out.q, self.l))
-        return {"corrected_now": int(self.S.sum()) - before}
+        return {"corrected_now": int((self.added == epoch).sum())}
 
     def _enter(self, rows: Tensor, labels: Tensor, epoch: int) -> None:
         self.S[rows, labels] = True
