@@ -1,0 +1,37 @@
+"""Networks: shapes, unit-norm embeddings, the published size of PreAct ResNet-18, clear errors."""
+
+import pytest
+import torch
+
+from urrl.errors import UserError
+from urrl.nets import build_network
+
+IMAGES = [(3, 32, 32), (1, 28, 28), (1, 8, 8)]
+
+
+@pytest.mark.parametrize("head", ["linear", "mlp"])
+@pytest.mark.parametrize("name, shape", [(n, s) for n in ("preact", "fast") for s in IMAGES] + [("mlp", (20,))])
+def test_outputs(name, shape, head):
+    net = build_network(name, shape, n_classes=7, width=4, embed_dim=6, head=head)
+    out = net(torch.randn(5, *shape))
+    assert out.logits.shape == (5, 7) and out.q.shape == (5, 6) and out.feature.shape[0] == 5
+    torch.testing.assert_close(out.q.norm(dim=1), torch.ones(5))
+    (out.logits.sum() + out.q[:, 0].sum()).backward()
+    assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in net.parameters())
+
+
+def test_preact_resnet18_has_its_published_size():
+    net = build_network("preact", (3, 32, 32), 10, 64, 50, "linear")
+    embedding = sum(p.numel() for p in net.embed.parameters())
+    assert sum(p.numel() for p in net.parameters()) - embedding == 11_172_170  # with the batch norm before the pooling
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [(("other", (3, 32, 32)), "net 'other'"), (("mlp", (3, 32, 32)), "mlp"), (("fast", (20,)), "feature vectors")],
+)
+def test_a_net_that_does_not_fit_is_named(arguments, names):
+    with pytest.raises(UserError, match=names):
+        build_network(*arguments, 10, 8, 8, "linear")
+    with pytest.raises(UserError, match="head 'deep'"):
+        build_network("fast", (1, 28, 28), 10, 8, 8, "deep")
