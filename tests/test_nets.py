@@ -27,11 +27,14 @@ def test_preact_resnet18_has_its_published_size():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "names"),
-    [(("other", (3, 32, 32)), "net 'other'"), (("mlp", (3, 32, 32)), "mlp"), (("fast", (20,)), "feature vectors")],
+    ("name", "shape", "head", "named"),
+    [
+        ("other", (3, 32, 32), "linear", "net 'other'"),
+        ("mlp", (3, 32, 32), "linear", "mlp"),
+        ("fast", (20,), "linear", "feature vectors"),
+        ("fast", (1, 28, 28), "deep", "head 'deep'"),
+    ],
 )
-def test_a_net_that_does_not_fit_is_named(arguments, names):
-    with pytest.raises(UserError, match=names):
-        build_network(*arguments, 10, 8, 8, "linear")
-    with pytest.raises(UserError, match="head 'deep'"):
-        build_network("fast", (1, 28, 28), 10, 8, 8, "deep")
+def test_what_does_not_fit_is_named(name, shape, head, named):
+    with pytest.raises(UserError, match=named):
+        build_network(name, shape, 10, 8, 8, head)
