@@ -9,6 +9,7 @@ import torch
 from tests import reference
 from tests.tools import as_sets, blob_method, distribution_on, random_sets, unit_rows
 from urrl.candidates import generate
+from urrl.errors import UserError
 from urrl.functional import complement_nll, kl_to, log_one_minus_softmax, renormalise_on, softmax_on
 from urrl.likelihood import log_given
 from urrl.methods import Batch
@@ -267,3 +268,13 @@ def test_a_start_by_vote_is_kept_through_the_first_epoch():
     assert torch.equal(method.l, started)
     method.begin_epoch(1, lambda: random)
     assert not torch.equal(method.l, started)
+
+
+def test_one_view_without_a_loss_is_refused():
+    with pytest.raises(UserError, match="one_view"):
+        URRLConfig(one_view="weak", use_m=False, use_cr=False)
+    S = random_sets(8, 3, torch.Generator().manual_seed(0))
+    for switches in ({"use_m": False}, {"use_cr": False}):
+        method = blob_method(URRL, S, URRLConfig(one_view="weak", **switches))
+        step = method.loss(Batch(torch.arange(8), {"weak": torch.randn(8, *method.shape)}))
+        assert torch.isfinite(step.total) and len(step.terms) == 1

@@ -86,8 +86,8 @@ def _sum_over(near: Tensor, given: Tensor) -> Tensor:
 
 
 def first_vote(x: Tensor, S: Tensor) -> tuple[Tensor, float]:
-    """The vote for raw items. Colour images need features: on CIFAR-10 the vote on pixels is right for 39 %, on these
-    for over half. Grey images and feature vectors are taken as they are."""
+    """The vote for raw items. Colour images need features: for 12,000 images of CIFAR-10 at eta = mu = 0.3 the vote on
+    these is right for half of them. Grey images and feature vectors are taken as they are."""
     if x.dim() == 4 and x.shape[1] == 3 and min(x.shape[2:]) >= 12:
         z = principal_components(patch_features(x), 128, whiten=True)
     else:

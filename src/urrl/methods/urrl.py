@@ -19,6 +19,7 @@ from torch import Tensor
 
 from urrl.candidates import CandidateSets
 from urrl.config import option
+from urrl.errors import UserError
 from urrl.functional import complement_nll, kl_to, renormalise_on, soft_cross_entropy
 from urrl.knn import cosine_topk
 from urrl.likelihood import log_given
@@ -46,6 +47,10 @@ class URRLConfig:
                        choices=("labels", "sets"))  # fmt: skip
     one_view: str = option("", "L_m and L_CR on this one view, mixed, without L_Sup; empty: the paper's three views",
                            choices=("", "weak", "strong"))  # fmt: skip
+
+    def __post_init__(self) -> None:
+        if self.one_view and not (self.use_m or self.use_cr):
+            raise UserError("option one_view learns from L_m and L_CR: one of use_m and use_cr must be on")
 
 
 class URRL(Method):
