@@ -274,7 +274,7 @@ def test_one_view_without_a_loss_is_refused():
     with pytest.raises(UserError, match="one_view"):
         URRLConfig(one_view="weak", use_m=False, use_cr=False)
     S = random_sets(8, 3, torch.Generator().manual_seed(0))
-    for switches in ({"use_m": False}, {"use_cr": False}):
-        method = blob_method(URRL, S, URRLConfig(one_view="weak", **switches))
+    for config in (URRLConfig(one_view="weak", use_m=False), URRLConfig(one_view="weak", use_cr=False)):
+        method = blob_method(URRL, S, config)
         step = method.loss(Batch(torch.arange(8), {"weak": torch.randn(8, *method.shape)}))
         assert torch.isfinite(step.total) and len(step.terms) == 1
