@@ -7,8 +7,8 @@ uint8 (B, C, H, W) in, normalised float32 of the same shape in channels_last mem
 images are (B, H, W, C) uint8, so that the first gather makes channels_last for free. Draws come from
 a CPU generator and are small; the pixel work runs on the images' device.
 
-32x32x3, batches of 256, one CPU thread: weak 130,000 img/s and strong 26,000 img/s, 14 and 6.5 times
-the same operations one image at a time in PIL (median of 40 batches, three runs, on a busy machine).
+32x32x3, batches of 256, one CPU thread (benchmarks/augment.py): weak 55,000 img/s and strong 22,000 img/s, 5.2 and
+4.3 times the same operations one image at a time in PIL.
 """
 
 from __future__ import annotations
