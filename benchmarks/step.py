@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from urrl.candidates import generate
 from urrl.config import Training, resolve
 from urrl.data import Dataset, load
-from urrl.data.augment import POLICIES, make_views
+from urrl.data.augment import find_policy, make_views
 from urrl.errors import UserError
 from urrl.methods import Batch
 from urrl.methods.urrl import URRL
@@ -71,8 +71,8 @@ def step_ratio(dataset: Dataset, settings: dict[str, Any], repeats: int) -> tupl
     run = resolve(dataset.name, "urrl", "fast", URRL.Config, settings, eta=0.3, mu=0.3, convention="paper", seed=0,
                   split="paper", subset=None)  # fmt: skip
     t: Training = run.training
-    policy = POLICIES[dataset.augment]
-    x, y = dataset.x[:4096], dataset.y[:4096]
+    policy = find_policy(dataset.augment)
+    x, y = dataset.x[:4096], dataset.truth[:4096]
     shape = tuple(x.shape[1:])
 
     def network() -> tuple[Network, torch.optim.SGD]:

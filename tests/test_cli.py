@@ -345,7 +345,7 @@ def test_predict(finished, test_part):
         rows = list(csv.DictReader(file))
     assert [row["item"] for row in rows] == [str(i) for i in range(len(images))]
     assert all(0.1 <= float(row["confidence"]) <= 1 for row in rows)  # of ten classes, the likeliest
-    right = np.mean([int(row["label"]) == y for row, y in zip(rows, test_part.y.tolist())])
+    right = np.mean([int(row["label"]) == y for row, y in zip(rows, test_part.truth.tolist())])
     assert right == json.loads((finished / "result.json").read_text())["test_accuracy"]
 
     assert call("predict", finished, "channels.npy", "--out", "b.csv", "--threads", "1").code == 0

@@ -144,7 +144,7 @@ def test_digits() -> None:
     assert data.x.shape == (1797, 1, 8, 8) and data.x.dtype == torch.uint8 and data.x.is_contiguous()
     assert (int(data.x.min()), int(data.x.max())) == (0, 255)
     assert set(data.x.flatten().tolist()) == {round(v * 255 / 16) for v in range(17)}
-    assert data.y.dtype == torch.int64 and set(data.y.tolist()) == set(range(10))
+    assert data.truth.dtype == torch.int64 and set(data.truth.tolist()) == set(range(10))
     assert (data.classes, data.official_test, data.augment) == (tuple("0123456789"), 0, "digits")
 
 
@@ -152,7 +152,7 @@ def test_fmnist_pools_train_then_test(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(readers, "FMNIST", tiny_fmnist(tmp_path / "d"))
     data = load("fmnist", tmp_path / "d")
     assert data.x.shape == (6, 1, 28, 28) and data.x.is_contiguous() and data.official_test == 2
-    assert data.y.tolist() == [0, 1, 2, 3, 0, 1] and torch.equal(data.x[4:], data.x[:2])
+    assert data.truth.tolist() == [0, 1, 2, 3, 0, 1] and torch.equal(data.x[4:], data.x[:2])
     assert (len(data.classes), data.augment) == (10, "fmnist")
 
 
@@ -170,7 +170,7 @@ def test_cifar_pools_all_files(
     data = load(name, str(tmp_path))
     files = len(source.files)
     assert data.x.shape == (3 * files, 3, 32, 32) and data.x.is_contiguous() and data.official_test == 3
-    assert data.y.tolist() == [0, 1, 2] * files and data.augment == "cifar"
+    assert data.truth.tolist() == [0, 1, 2] * files and data.augment == "cifar"
     assert len(set(data.classes)) == len(data.classes) == int(name[5:])
 
 
@@ -264,12 +264,12 @@ def test_download_files_once(tmp_path: Path, site: tuple[str, Path], monkeypatch
     address, folder = site
     source = replace(tiny_fmnist(folder), urls=urls(address, folder))
     monkeypatch.setattr(readers, "FMNIST", source)
-    assert len(load("fmnist").y) == 6
+    assert len(load("fmnist").truth) == 6
     cache = tmp_path / "cache/urrl"
     assert files_under(cache) == sorted(f"fashion-mnist/{name}" for name in source.files)
     for path in folder.iterdir():
         path.unlink()
-    assert len(load("fmnist").y) == 6  # from the cache: the site is empty now
+    assert len(load("fmnist").truth) == 6  # from the cache: the site is empty now
 
 
 def test_download_archive(tmp_path: Path, site: tuple[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,7 +279,7 @@ def test_download_archive(tmp_path: Path, site: tuple[str, Path], monkeypatch: p
     members = [plain(f"cifar-100-binary/{name}", data) for name, data in content.items()]
     make_tar(folder / "cifar-100-binary.tar.gz", plain("cifar-100-binary/readme.txt"), *members)
     monkeypatch.setattr(readers, "CIFAR100", replace(source, urls=urls(address, folder)))
-    assert load("cifar100").y.tolist() == [0, 1, 2, 0, 1, 2]
+    assert load("cifar100").truth.tolist() == [0, 1, 2, 0, 1, 2]
     assert files_under(tmp_path / "cache") == [
         "urrl/cifar-100-binary/test.bin",
         "urrl/cifar-100-binary/train.bin",
@@ -375,14 +375,14 @@ def test_unpack_writes_only_what_is_named(tmp_path: Path) -> None:
 )
 def test_paper_split(rows: int, sizes: tuple[int, int, int]) -> None:
     parts = split(pooled(rows), seed=3)
-    assert (len(parts.train.y), len(parts.val.y), len(parts.test.y)) == sizes
+    assert (len(parts.train.truth), len(parts.val.truth), len(parts.test.truth)) == sizes
     index = torch.cat([parts.train.index, parts.val.index, parts.test.index])
     assert torch.equal(index.sort().values, torch.arange(rows))  # disjoint, and nothing is left out
 
 
 def test_official_split() -> None:
     parts = split(pooled(70_000, official_test=10_000), kind="official")
-    assert (len(parts.train.y), len(parts.val.y)) == (50_000, 10_000)
+    assert (len(parts.train.truth), len(parts.val.truth)) == (50_000, 10_000)
     assert torch.equal(parts.test.index, torch.arange(60_000, 70_000))
     assert torch.equal(torch.cat([parts.train.index, parts.val.index]).sort().values, torch.arange(60_000))
     with pytest.raises(UserError, match="digits has no official test"):
@@ -393,7 +393,7 @@ def test_rows_stay_together() -> None:
     data = load("digits")
     parts = split(data, seed=1)
     for part in (parts.train, parts.val, parts.test):
-        assert torch.equal(part.x, data.x[part.index]) and torch.equal(part.y, data.y[part.index])
+        assert torch.equal(part.x, data.x[part.index]) and torch.equal(part.truth, data.truth[part.index])
         assert part.x.dtype == torch.uint8 and part.x.is_contiguous()
 
 
@@ -435,9 +435,9 @@ def test_subset_out_of_range(subset: int) -> None:
 def test_real_fmnist() -> None:
     data = load("fmnist", FMNIST.installed)
     assert data.x.shape == (70_000, 1, 28, 28) and data.official_test == 10_000
-    assert data.y[:60_000].bincount().tolist() == [6000] * 10
-    assert data.y[60_000:].bincount().tolist() == [1000] * 10
-    assert data.classes[int(data.y[0])] == "Ankle boot"
+    assert data.truth[:60_000].bincount().tolist() == [6000] * 10
+    assert data.truth[60_000:].bincount().tolist() == [1000] * 10
+    assert data.classes[int(data.truth[0])] == "Ankle boot"
     assert data.x[:60_000].float().mean().item() / 255 == pytest.approx(0.2860, abs=1e-4)  # the published mean
 
 
@@ -448,11 +448,11 @@ def test_real_cifar(name: str, source: Source) -> None:
     data = load(name, REAL)
     per_class = 60_000 // len(data.classes)
     assert data.x.shape == (60_000, 3, 32, 32) and data.official_test == 10_000
-    assert data.y[:50_000].bincount().tolist() == [per_class * 5 // 6] * len(data.classes)
-    assert data.y[50_000:].bincount().tolist() == [per_class // 6] * len(data.classes)
+    assert data.truth[:50_000].bincount().tolist() == [per_class * 5 // 6] * len(data.classes)
+    assert data.truth[50_000:].bincount().tolist() == [per_class // 6] * len(data.classes)
     # The first training images, as every tutorial shows them.
     first = {
         "cifar10": ["frog", "truck", "truck", "deer"],
         "cifar100": ["cattle", "dinosaur", "apple", "boy"],
     }
-    assert [data.classes[label] for label in data.y[:4].tolist()] == first[name]
+    assert [data.classes[label] for label in data.truth[:4].tolist()] == first[name]

@@ -35,9 +35,9 @@ def train_twice(name, folder):
 
     rng = torch.Generator().manual_seed(1)
     part, n = splits.train, len(dataset.classes)
-    scrambled = (part.y + torch.randint(1, n, part.y.shape, generator=rng)) % n  # every label is another
+    scrambled = (part.truth + torch.randint(1, n, part.truth.shape, generator=rng)) % n  # every label is another
     splits = dataclasses.replace(splits, train=dataclasses.replace(part, y=scrambled))
-    dataset = dataclasses.replace(dataset, y=(dataset.y + 1) % n)
+    dataset = dataclasses.replace(dataset, y=(dataset.truth + 1) % n)
     train(run, dataset, splits, sets, folder / "scrambled", device="cpu")
     return outcome(folder / "true"), outcome(folder / "scrambled")
 

@@ -217,14 +217,24 @@ def _progress(args: argparse.Namespace, label: str = "") -> Any:
 def _print_result(r: dict[str, Any], folder: Path) -> None:
     right = "" if r["corrected_precision"] is None else f", {r['corrected_precision']:.1%} of them right"
     bound = f" (the {r['bound']} bound)" if r["bound"] else ""
-    best = f"epoch {r['best_epoch'] + 1} of {r['epochs']}, validation {r['val_accuracy']:.2%}"
-    print(f"""{r["method"]}{bound} on {r["dataset"]}, eta {r["eta"]}, mu {r["mu"]}, seed {r["seed"]}
-test accuracy     {r["test_accuracy"]:.2%}   ({best})
-candidate sets    {r["corrected"]} labels added{right}
-                  they hold the true label: {r["true_in_set_before"]:.1%} before, {r["true_in_set_after"]:.1%} now
-training labels   {r["label_accuracy"]:.2%} right
-cost              {r["seconds"]:.0f} s, {r["train_flops"]:.3g} FLOPs, {r["samples_per_second"]:.0f} items/s
-run folder        {folder}   (curves.png, result.json)""")
+    best = f"epoch {r['best_epoch'] + 1} of {r['epochs']}"
+    if r["val_accuracy"] is not None:
+        best += f", validation {r['val_accuracy']:.2%}"
+    if "val_covering" in r:
+        best += f", held-out sets that hold the prediction {r['val_covering']:.2%}"
+    noise = "" if r["eta"] is None else f", eta {r['eta']}, mu {r['mu']}"
+    print(f"{r['method']}{bound} on {r['dataset']}{noise}, seed {r['seed']}")
+    test = "unknown" if r["test_accuracy"] is None else f"{r['test_accuracy']:.2%}"
+    print(f"test accuracy     {test}   ({best})")
+    print(f"candidate sets    {r['corrected']} labels added{right}")
+    if r["label_accuracy"] is not None:
+        before, after = r["true_in_set_before"], r["true_in_set_after"]
+        print(f"                  they hold the true label: {before:.1%} before, {after:.1%} now")
+        print(f"training labels   {r['label_accuracy']:.2%} right")
+    print(
+        f"cost              {r['seconds']:.0f} s, {r['train_flops']:.3g} FLOPs, {r['samples_per_second']:.0f} items/s"
+    )
+    print(f"run folder        {folder}   (curves.png, result.json)")
 
 
 def _generate(args: argparse.Namespace) -> None:
@@ -235,12 +245,12 @@ def _generate(args: argparse.Namespace) -> None:
     if args.out.exists():
         raise UserError(f"{args.out}: exists; nothing was changed")
     dataset = load(args.dataset, args.data_dir)
-    train_part = split(dataset, args.split, args.seed, args.subset).train
-    sets = generate(train_part.y, len(dataset.classes), args.eta, args.mu, args.convention, args.seed)
+    y = split(dataset, args.split, args.seed, args.subset).train.truth
+    sets = generate(y, len(dataset.classes), args.eta, args.mu, args.convention, args.seed)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     sets.save(args.out)
     print(f"{len(sets)} sets of {sets.n_classes} classes, mean size {sets.mean_size:.2f}, "
-          f"true label missing in {1 - true_in_set(sets.mask, train_part.y):.2%}")  # fmt: skip
+          f"true label missing in {1 - true_in_set(sets.mask, y):.2%}")  # fmt: skip
     print(f"{args.out}   sha256 {sets.sha256}")
 
 
@@ -261,13 +271,16 @@ def _demo(args: argparse.Namespace) -> None:
 
 def _show_augment(args: argparse.Namespace) -> None:
     from urrl.data import load
-    from urrl.data.augment import POLICIES, save_picture
+    from urrl.data.augment import Policy, find_policy, save_picture
 
     if args.out.suffix != ".png":
         raise UserError(f"{args.out}: the picture is a .png")
     dataset = load(args.dataset, args.data_dir)
+    policy = find_policy(dataset.augment)
+    if not isinstance(policy, Policy):
+        raise UserError(f"{args.dataset} has no images to show")
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    save_picture(dataset.x[:8], POLICIES[dataset.augment], args.out, args.seed)
+    save_picture(dataset.x[:8], policy, args.out, args.seed)
     print(args.out)
 
 

@@ -51,9 +51,9 @@ class Run:
 
     dataset: str
     method: str
-    eta: float
-    mu: float
-    convention: str
+    eta: float | None  # None, as mu and convention: the sets came with the data
+    mu: float | None
+    convention: str | None
     seed: int
     recipe: str
     split: str
@@ -61,6 +61,7 @@ class Run:
     training: Training
     options: Any  # the method's own Config
     sets_sha256: str | None = None  # of candidate sets that came from a file instead of a generator
+    data_sha256: str | None = None  # of a user's own items, which have no name that others know
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -156,9 +157,20 @@ def _fast_baseline(method: str) -> dict[str, Any]:
 RECIPES = {"paper": _paper, "fast": _fast}
 
 
+def by_size(n: int, shape: tuple[int, ...]) -> dict[str, Any]:
+    """What `fast` becomes for data without settings of its own, from the number and the shape of its items alone."""
+    batch = 2 ** min(8, max(4, round(math.log2(n / 16))))
+    epochs = min(100, max(20, round(3000 * batch / n)))
+    average = dict(epochs=epochs, batch_size=batch, ema=0.98 if n * epochs / batch < 5000 else 0.997, flip_test=False)
+    if len(shape) == 1:
+        return dict(net="mlp", width=256, embed_dim=64, lr=0.05, **average)
+    return dict(width=16 if shape[1] < 16 else 32, **average)
+
+
 def resolve(dataset: str, method: str, recipe: str, method_config: type, settings: dict[str, Any],
-            **cell: Any) -> Run:  # fmt: skip
-    """A run from its recipe and the user's own settings, which go over the recipe's."""
+            base: dict[str, Any] | None = None, **cell: Any) -> Run:  # fmt: skip
+    """A run from its recipe, what is known of the data (`base`) and the user's own settings, the later over the
+    earlier."""
     if recipe not in RECIPES:
         raise UserError(f"recipe {recipe!r} is unknown; there are: {', '.join(RECIPES)}")
     training = {f.name for f in dataclasses.fields(Training)}
@@ -167,7 +179,7 @@ def resolve(dataset: str, method: str, recipe: str, method_config: type, setting
         if name not in training | own:
             known = ", ".join(sorted(own) + sorted(training))
             raise UserError(f"--set {name}: no such option for method {method!r}; there are: {known}")
-    values = RECIPES[recipe](dataset, method) | settings
+    values = RECIPES[recipe](dataset, method) | (base or {}) | settings
     return Run(
         dataset=dataset, method=method, recipe=recipe, **cell,
         training=build(Training, {k: v for k, v in values.items() if k in training}),

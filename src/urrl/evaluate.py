@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from urrl.data import Part
-from urrl.data.augment import Policy, normalise
+from urrl.data.augment import AnyPolicy, normalise
+from urrl.likelihood import estimate_mu, set_log_likelihood
 from urrl.methods import Method
 from urrl.nets import Network, Out
 
 
 @torch.no_grad()
-def infer(net: Network, x: Tensor, policy: Policy, flip: bool = False, batch: int = 1000) -> Out:
+def infer(net: Network, x: Tensor, policy: AnyPolicy, flip: bool = False, batch: int = 1000) -> Out:
     """Outputs for all of x, eval mode, un-augmented, in order; with `flip`, log of the mean probability over
     the image and its mirror image in place of the logits."""
     was_training = net.training
@@ -36,8 +37,43 @@ def accuracy(logits: Tensor, y: Tensor) -> float:
     return float((logits.argmax(1).cpu() == y).double().mean())
 
 
-def part_accuracy(net: Network, part: Part, policy: Policy, flip: bool) -> float:
+def part_accuracy(net: Network, part: Part, policy: AnyPolicy, flip: bool) -> float | None:
+    """None where nobody knows."""
+    if part.y is None or not len(part):
+        return None
     return accuracy(infer(net, part.x, policy, flip).logits, part.y)
+
+
+def validation(net: Network, part: Part, policy: AnyPolicy) -> dict[str, float | None]:
+    """What chooses the best epoch: the accuracy or, where the held-out rows have candidate sets of their own, those."""
+    if part.S is None or not len(part):
+        return {"val_accuracy": part_accuracy(net, part, policy, flip=False)}  # mirror images would double the cost
+    logits = infer(net, part.x, policy).logits.cpu()
+    known = None if part.y is None else accuracy(logits, part.y)
+    return {"val_accuracy": known, **{f"val_{name}": v for name, v in set_scores(logits.softmax(1), part.S).items()}}
+
+
+def set_scores(f: Tensor, S: Tensor) -> dict[str, float]:
+    """How well predictions f (n, C) fit candidate sets that they have not seen, in three ways; rows that name every
+    class say nothing and are left out.
+
+    covering        share of the rows whose prediction is a candidate
+    approximated    the prediction's probability among the candidates, 0 where it is none ("approximated accuracy" in
+                    Wang et al., Realistic evaluation of deep partial-label learning algorithms, ICLR 2025)
+    likelihood      of the sets, under the unreliable rate that fits them best: allows for sets that miss the truth
+    """
+    said = ~S.all(1)
+    f, S = f[said], S[said]
+    if not len(f):
+        return {"covering": 1.0, "approximated": 1.0, "likelihood": 0.0}
+    top, label = f.max(1)
+    covered = S[torch.arange(len(S)), label]
+    share = top / (f * S).sum(1).clamp_min(1e-12)
+    return {
+        "covering": float(covered.double().mean()),
+        "approximated": float((covered * share).double().mean()),
+        "likelihood": float(set_log_likelihood(f, S, estimate_mu(f, S))),
+    }
 
 
 def true_in_set(S: Tensor, y: Tensor) -> float:
@@ -45,12 +81,15 @@ def true_in_set(S: Tensor, y: Tensor) -> float:
     return float(S[torch.arange(len(y)), y].double().mean())
 
 
-def label_report(method: Method, given: Tensor, y: Tensor) -> dict[str, Any]:
-    """What the method made of its candidate sets, next to the truth. given: S as it came, (n, C)."""
-    rows = torch.arange(len(y))
+def label_report(method: Method, given: Tensor, y: Tensor | None) -> dict[str, Any]:
+    """What the method made of its candidate sets, next to the truth where it is known. given: S as it came, (n, C)."""
     S, l = method.S.cpu(), method.l.cpu()
     entered = S & ~given
     n_entered = int(entered.sum())
+    if y is None:
+        unknown = ("corrected_precision", "true_in_set_before", "true_in_set_after", "label_accuracy")
+        return {"corrected": n_entered, **dict.fromkeys(unknown)}
+    rows = torch.arange(len(y))
     right = int(entered[rows, y].sum())
     return {
         "corrected": n_entered,

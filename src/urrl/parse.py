@@ -136,7 +136,7 @@ def _rows(candidates: Any) -> Iterable[Any]:
         raise UserError("candidates are a list, an array or a column with a row for each item, not one value")
     for name in ("to_pylist", "to_list", "tolist"):  # pyarrow, polars and pandas, numpy
         if hasattr(candidates, name):
-            return getattr(candidates, name)()  # type: ignore[no-any-return]
+            return getattr(candidates, name)()
     if not isinstance(candidates, Iterable):
         raise UserError(
             f"candidates are a list, an array or a column with a row for each item, not a {_kind(candidates)}"

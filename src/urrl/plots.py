@@ -24,10 +24,13 @@ def draw_curves(history: list[dict[str, Any]], path: Path, title: str) -> None:
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(13, 3.6), constrained_layout=True)
     figure.suptitle(title)
     left.plot(epochs, series("val_accuracy"), label="validation accuracy")
+    if "val_covering" in history[-1]:
+        left.plot(epochs, series("val_covering"), label="held-out sets that hold the prediction")
     left.plot(epochs, series("label_accuracy"), label="training items with the right label (argmax l)")
     left.set(xlabel="epoch", title="accuracy")
     shares = ("true_in_set_after", "corrected_precision", "val_accuracy", "label_accuracy", "true_in_set_before")
-    known = ("epoch", "lr", "flops", "seconds", "once_per_epoch", "corrected", "corrected_now", *shares)
+    of_sets = ("val_covering", "val_approximated", "val_likelihood")
+    known = ("epoch", "lr", "flops", "seconds", "once_per_epoch", "corrected", "corrected_now", *shares, *of_sets)
     for name in (key for key in history[-1] if key not in known):
         middle.plot(epochs, series(name), label=name)
     middle.set(xlabel="epoch", title="loss and its terms", yscale="log")

@@ -7,13 +7,14 @@ import io
 import json
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from urrl import checkpoint
 from urrl.config import Training, build
-from urrl.data.augment import POLICIES, Policy
+from urrl.data.augment import AnyPolicy, find_policy
 from urrl.errors import UserError
 from urrl.evaluate import infer
 from urrl.files import write_text
@@ -21,7 +22,7 @@ from urrl.nets import Network, build_network
 from urrl.run import pick_device
 
 
-def load_model(folder: Path, device: str = "auto") -> tuple[Network, Training, Policy, list[str], tuple[int, ...]]:
+def load_model(folder: Path, device: str = "auto") -> tuple[Network, Training, AnyPolicy, list[Any], tuple[int, ...]]:
     """(network with its best weights, training settings, policy, class names, shape of an item) of a finished run."""
     if not (folder / "result.json").exists():
         raise UserError(f"{folder}: no finished run here (no result.json)")
@@ -30,7 +31,7 @@ def load_model(folder: Path, device: str = "auto") -> tuple[Network, Training, P
     shape, classes = tuple(saved["shape"]), saved["classes"]
     net = build_network(training.net, shape, len(classes), training.width, training.embed_dim, training.head)
     net.load_state_dict(saved["weights"])
-    return net.to(pick_device(device)), training, POLICIES[saved["augment"]], classes, shape
+    return net.to(pick_device(device)), training, find_policy(saved["augment"]), classes, shape
 
 
 def read_images(path: Path, shape: tuple[int, ...]) -> torch.Tensor:

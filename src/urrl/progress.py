@@ -63,6 +63,9 @@ def summary(record: dict[str, Any], epochs: int) -> str:
     known = ("epoch", "loss", "lr", "flops", "seconds", "once_per_epoch", "corrected_now")
     fixed = (
         "val_accuracy",
+        "val_covering",
+        "val_approximated",
+        "val_likelihood",
         "corrected",
         "corrected_precision",
         "true_in_set_before",
@@ -70,8 +73,11 @@ def summary(record: dict[str, Any], epochs: int) -> str:
         "label_accuracy",
     )
     terms = ", ".join(f"{k} {v:.3f}" for k, v in record.items() if k not in known + fixed)
-    parts = [f"epoch {record['epoch'] + 1:>3}/{epochs}", f"loss {record['loss']:.3f} ({terms})",
-             f"val {record['val_accuracy']:.2%}"]  # fmt: skip
+    parts = [f"epoch {record['epoch'] + 1:>3}/{epochs}", f"loss {record['loss']:.3f} ({terms})"]
+    if record["val_accuracy"] is not None:
+        parts.append(f"val {record['val_accuracy']:.2%}")
+    if "val_covering" in record:
+        parts.append(f"held-out sets hold {record['val_covering']:.2%}")
     if "corrected_now" in record:
         parts.append(f"sets corrected {record['corrected']} (+{record['corrected_now']})")
     return "  ".join([*parts, f"{record['seconds']:.0f} s"])

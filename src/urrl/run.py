@@ -14,18 +14,19 @@ import torch
 import urrl
 from urrl import checkpoint
 from urrl.candidates import CandidateSets, generate
-from urrl.config import Run, resolve
-from urrl.data import Dataset, Splits, load, split
-from urrl.data.augment import POLICIES
+from urrl.config import Run, Training, by_size, resolve
+from urrl.data import Dataset, Splits, hold_out, load, split
+from urrl.data.augment import AnyPolicy, find_policy
+from urrl.data.own import data_sha256
 from urrl.errors import UserError
-from urrl.evaluate import label_report, part_accuracy
+from urrl.evaluate import label_report, part_accuracy, validation
 from urrl.files import write_json
-from urrl.methods import METHODS, method_name
+from urrl.methods import METHODS, Method, method_name
 from urrl.nets import Network, build_network
 from urrl.plots import draw_curves
 from urrl.progress import Progress
 from urrl.seeding import derive_seed
-from urrl.train import fit
+from urrl.train import State, fit
 
 
 def make_run(
@@ -33,28 +34,64 @@ def make_run(
     convention: str = "paper", split_kind: str = "paper", subset: int | None = None, data_dir: Path | None = None,
     candidates: Path | None = None,
 ) -> tuple[Run, Dataset, Splits, CandidateSets]:  # fmt: skip
-    """A run, checked, with its data and candidate sets. The sets depend on the cell alone, not on the method."""
+    """A run, checked, with its data and candidate sets. The sets depend on the cell alone, not on the method; those of
+    data that brings its own are not drawn: eta, mu and convention are then None."""
     method = method_name(method)
-    run = resolve(
-        dataset_name, method, recipe, METHODS[method].Config, settings, eta=eta, mu=mu, convention=convention,
-        seed=seed, split=split_kind, subset=subset,
-    )  # fmt: skip
+
+    def resolved(base: dict[str, Any] | None = None) -> Run:
+        return resolve(
+            dataset_name, method, recipe, METHODS[method].Config, settings, base, eta=eta, mu=mu, convention=convention,
+            seed=seed, split=split_kind, subset=subset,
+        )  # fmt: skip
+
+    run = resolved()
     dataset = load(dataset_name, data_dir)
     splits = split(dataset, split_kind, seed, subset)
-    if len(splits.train.y) < 2:
+    if len(splits.train) < 2:
         raise UserError("training takes at least 2 items")
+    if splits.train.x.dim() == 2:
+        run = resolved(by_size(len(splits.train), tuple(splits.train.x.shape[1:])))
+    if candidates is None and splits.train.S is not None:
+        run = dataclasses.replace(run, eta=None, mu=None, convention=None)
+        return run, dataset, splits, CandidateSets(splits.train.S)
     if candidates is None:
-        return run, dataset, splits, generate(splits.train.y, len(dataset.classes), eta, mu, convention, seed)
+        return (
+            run,
+            dataset,
+            splits,
+            generate(splits.train.truth, len(dataset.classes), eta, mu, convention, seed),
+        )
     sets = CandidateSets.load(candidates)
-    if sets.mask.shape != (len(splits.train.y), len(dataset.classes)):
+    if sets.mask.shape != (len(splits.train), len(dataset.classes)):
         n, c = sets.mask.shape
-        raise UserError(f"{candidates}: {n} sets of {c} classes, but the training part has {len(splits.train.y)} items "
+        raise UserError(f"{candidates}: {n} sets of {c} classes, but the training part has {len(splits.train)} items "
                         f"of {len(dataset.classes)} classes (were --split, --seed or --subset others?)")  # fmt: skip
     drawn_for = sets.about.get("seed", seed)
     if drawn_for != seed:  # the seed is the split's too: the sets would meet other items
         raise UserError(f"{candidates}: drawn with seed {drawn_for}, for other items than those of seed {seed}")
     origin = {key: sets.about[key] for key in ("eta", "mu", "convention") if key in sets.about}
     return dataclasses.replace(run, **origin, sets_sha256=sets.sha256), dataset, splits, sets
+
+
+def make_own_run(
+    dataset: Dataset, method: str, settings: dict[str, Any], seed: int, validation: float = 0.1
+) -> tuple[Run, Splits, CandidateSets]:
+    """A run on a user's own data with the candidate sets that came with it, `fast` with settings after its size;
+    `validation`: the share of the rows on whose sets the best epoch is chosen."""
+    method = method_name(method)
+    if METHODS[method].bound == "upper" and dataset.y is None:
+        raise UserError(f"method {method!r} learns from the true labels, which are not known")
+    splits = hold_out(dataset, validation, seed)
+    n, shape = len(splits.train), tuple(dataset.x.shape[1:])
+    if n < 2 or splits.train.S is None:
+        raise UserError("training takes at least 2 items with candidate sets")
+    sets = CandidateSets(splits.train.S)
+    run = resolve(
+        dataset.name, method, "fast", METHODS[method].Config, settings, by_size(n, shape), eta=None, mu=None,
+        convention=None, seed=seed, split=f"holdout {validation:g}", subset=None, sets_sha256=sets.sha256,
+        data_sha256=data_sha256(dataset.x),
+    )  # fmt: skip
+    return run, splits, sets
 
 
 def open_folder(folder: Path, run: Run, resume: bool) -> dict[str, Any] | None:
@@ -67,8 +104,8 @@ def open_folder(folder: Path, run: Run, resume: bool) -> dict[str, Any] | None:
             raise UserError(f"{config}: damaged, cannot tell which run this is") from None
         held.pop("version", None)
         wanted = json.loads(json.dumps(run.to_dict()))
-        if held != wanted:
-            differing = sorted(k for k in held.keys() | wanted.keys() if held.get(k) != wanted.get(k))
+        differing = sorted(k for k in held.keys() | wanted.keys() if held.get(k) != wanted.get(k))
+        if differing:
             raise UserError(f"{folder}: holds another run (it differs in {', '.join(differing)}); nothing was changed")
         if not resume:
             raise UserError(f"{folder}: holds this run already; add --resume to go on, or choose another --out")
@@ -97,20 +134,40 @@ def pick_device(name: str) -> torch.device:
     return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
 
 
+def build_method(run: Run, shape: tuple[int, ...], given: CandidateSets, device: str) -> Method:
+    """The method with its network, freshly initialised by the run's seed, on its device."""
+    torch.manual_seed(derive_seed(run.seed, "weights"))
+    t = run.training
+    net = build_network(t.net, shape, given.n_classes, t.width, t.embed_dim, t.head)
+    if len(shape) == 3:
+        net = net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # twice as fast on CPUs
+    return METHODS[run.method](net, given, run.options).to(pick_device(device))
+
+
+def learn(method: Method, splits: Splits, given: CandidateSets, policy: AnyPolicy, training: Training, seed: int,
+          folder: Path | None, resume: bool, show: Progress) -> State:  # fmt: skip
+    """Train the method and leave its network with the best epoch's weights."""
+
+    def examine(judged: Network) -> dict[str, Any]:
+        return {**validation(judged, splits.val, policy), **label_report(method, given.mask, splits.train.y)}
+
+    with show:
+        state = fit(method, splits.train.x, policy, training, seed, examine, folder, resume, show)
+    method.net.load_state_dict(state.best_weights)
+    return state
+
+
 def train(run: Run, dataset: Dataset, splits: Splits, sets: CandidateSets, folder: Path, resume: bool = False,
           device: str = "auto", show: Progress | None = None) -> dict[str, Any]:  # fmt: skip
     """Train one run into its folder and return its result."""
     show = show or Progress(quiet=True)
     kind = METHODS[run.method]
-    policy = POLICIES[dataset.augment]
-    given = CandidateSets.of_labels(splits.train.y, sets.n_classes) if kind.bound == "upper" else sets
-    torch.manual_seed(derive_seed(run.seed, "weights"))
+    policy = find_policy(dataset.augment)
+    given = CandidateSets.of_labels(splits.train.truth, sets.n_classes) if kind.bound == "upper" else sets
     t = run.training
     shape = tuple(splits.train.x.shape[1:])
-    net = build_network(t.net, shape, sets.n_classes, t.width, t.embed_dim, t.head)
-    if len(shape) == 3:
-        net = net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # twice as fast on CPUs
-    method = kind(net, given, run.options).to(pick_device(device))
+    method = build_method(run, shape, given, device)
+    net = method.net
 
     # All that can be refused has been: only now is the folder touched.
     if done := open_folder(folder, run, resume):
@@ -124,18 +181,13 @@ def train(run: Run, dataset: Dataset, splits: Splits, sets: CandidateSets, folde
     else:
         sets.save(saved_sets)
 
-    def examine(judged: Network) -> dict[str, Any]:
-        report = label_report(method, given.mask, splits.train.y)
-        val = part_accuracy(judged, splits.val, policy, flip=False)  # mirror images would double the cost
-        return {"val_accuracy": val, **report}
-
-    with show:
-        state = fit(method, splits.train.x, policy, t, run.seed, examine, folder, resume, show)
-    net.load_state_dict(state.best_weights)
+    state = learn(method, splits, given, policy, t, run.seed, folder, resume, show)
     test_accuracy = part_accuracy(net, splits.test, policy, t.flip_test)  # the test part is touched here, once
+    augment = dataset.augment if isinstance(dataset.augment, str) else dataclasses.asdict(policy)
     checkpoint.save(folder / checkpoint.MODEL, {"weights": state.best_weights, "classes": list(dataset.classes),
-                                                "shape": list(shape), "augment": dataset.augment})  # fmt: skip
-    draw_curves(state.history, folder / "curves.png", f"{run.method} on {run.dataset}, η={run.eta}, μ={run.mu}")
+                                                "shape": list(shape), "augment": augment})  # fmt: skip
+    noise = "" if run.eta is None else f", η={run.eta}, μ={run.mu}"
+    draw_curves(state.history, folder / "curves.png", f"{run.method} on {run.dataset}{noise}")
     result = {
         "method": run.method,
         "dataset": run.dataset,
@@ -146,7 +198,7 @@ def train(run: Run, dataset: Dataset, splits: Splits, sets: CandidateSets, folde
         "recipe": run.recipe,
         "bound": kind.bound,
         "test_accuracy": test_accuracy,
-        "val_accuracy": state.best,
+        **{key: value for key, value in state.history[state.best_epoch].items() if key.startswith("val_")},
         "best_epoch": state.best_epoch,
         "epochs": state.epoch,
         "seconds": round(state.seconds, 3),

@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from urrl import checkpoint
 from urrl.config import Training
-from urrl.data.augment import Policy, make_views
+from urrl.data.augment import AnyPolicy, make_views, normalise
 from urrl.evaluate import infer
 from urrl.files import write_text
 from urrl.methods import Batch, Method
@@ -40,7 +40,7 @@ class State:
     """What moves besides the method, the optimiser and the averaged weights."""
 
     epoch: int = 0  # epochs finished
-    best: float = -1.0
+    best: float = -math.inf
     best_epoch: int = 0
     best_weights: dict[str, Tensor] = field(default_factory=dict)
     flops: int = 0  # of everything since the start: steps, passes over all items, neighbours, validation
@@ -48,10 +48,11 @@ class State:
     history: list[dict[str, Any]] = field(default_factory=list)  # a record an epoch, as in metrics.jsonl
 
 
-def fit(method: Method, x: Tensor, policy: Policy, training: Training, seed: int,
-        examine: Callable[[Network], dict[str, Any]], folder: Path, resume: bool, show: Progress) -> State:  # fmt: skip
-    """Train `method` on x (n, ...). `examine(net)` is asked after each epoch for a record with "val_accuracy", by
-    which the best epoch is chosen. Writes metrics.jsonl and the checkpoints into the folder."""
+def fit(method: Method, x: Tensor, policy: AnyPolicy, training: Training, seed: int,
+        examine: Callable[[Network], dict[str, Any]], folder: Path | None, resume: bool, show: Progress
+        ) -> State:  # fmt: skip
+    """Train `method` on x (n, ...). `examine(net)` is asked after each epoch for a record of the validation, by which
+    the best epoch is chosen. Writes metrics.jsonl and the checkpoints into the folder; None: keeps all in memory."""
     net = method.net
     x = x.to(next(net.parameters()).device)
     average = copy.deepcopy(net) if training.ema else None
@@ -60,14 +61,15 @@ def fit(method: Method, x: Tensor, policy: Policy, training: Training, seed: int
         _parameter_groups(net, training), training.lr, training.momentum, nesterov=training.nesterov
     )
     state = State()
-    if resume and (saved := checkpoint.load_epoch(folder, show.say)):
+    if folder and resume and (saved := checkpoint.load_epoch(folder, show.say)):
         method.load_state_dict(saved["method"])
         optimiser.load_state_dict(saved["optimiser"])
         if average is not None:
             average.load_state_dict(saved["average"])
         state = State(**saved["state"])
     # A killed run can have written a line that its checkpoint does not know: the checkpoint is right.
-    write_text(folder / "metrics.jsonl", "".join(json.dumps(record) + "\n" for record in state.history))
+    if folder:
+        write_text(folder / "metrics.jsonl", "".join(json.dumps(record) + "\n" for record in state.history))
 
     method.total_epochs = training.epochs
     steps = math.ceil(len(x) / training.batch_size)
@@ -75,7 +77,7 @@ def fit(method: Method, x: Tensor, policy: Policy, training: Training, seed: int
     if state.epoch == 0:
         began = time.perf_counter()
         with FlopCounterMode(display=False) as counter:
-            method.prepare(x)
+            method.prepare(x if x.dim() > 2 else normalise(x, policy))  # features may be of any scale
         state.flops += counter.get_total_flops()
         state.seconds += time.perf_counter() - began
     for epoch in range(state.epoch, training.epochs):
@@ -119,8 +121,9 @@ def fit(method: Method, x: Tensor, policy: Policy, training: Training, seed: int
             exam = examine(judged)
         state.flops += counter.get_total_flops()
         state.epoch = epoch + 1
-        if exam["val_accuracy"] >= state.best:  # a tie counts as better, as in the authors' code
-            state.best, state.best_epoch = exam["val_accuracy"], epoch
+        merit = _merit(exam, epoch)
+        if merit >= state.best:  # a tie counts as better, as in the authors' code
+            state.best, state.best_epoch = merit, epoch
             state.best_weights = {name: t.cpu().clone() for name, t in judged.state_dict().items()}
         ended = time.perf_counter()
         state.seconds += ended - began
@@ -135,22 +138,30 @@ def fit(method: Method, x: Tensor, policy: Policy, training: Training, seed: int
             "once_per_epoch": round(1 - (trained - prepared) / (ended - began), 4),  # share of the epoch's time
         }
         state.history.append(record)
-        checkpoint.save_epoch(
-            folder,
-            {
-                "method": method.state_dict(),
-                "optimiser": optimiser.state_dict(),
-                "average": average.state_dict() if average is not None else None,
-                "state": vars(state),
-            },
-        )
-        with open(folder / "metrics.jsonl", "a") as file:
-            file.write(json.dumps(record) + "\n")
+        if folder:
+            checkpoint.save_epoch(
+                folder,
+                {
+                    "method": method.state_dict(),
+                    "optimiser": optimiser.state_dict(),
+                    "average": average.state_dict() if average is not None else None,
+                    "state": vars(state),
+                },
+            )
+            with open(folder / "metrics.jsonl", "a") as file:
+                file.write(json.dumps(record) + "\n")
         show.epoch(record)
     return state
 
 
-def batches(x: Tensor, policy: Policy, views: tuple[str, ...], size: int, rng: torch.Generator) -> Iterator[Batch]:
+def _merit(exam: dict[str, Any], epoch: int) -> float:
+    """What the best epoch has most of: the likelihood of held-out candidate sets, the validation accuracy or, without
+    any held-out row, training."""
+    merits = (exam.get(name) for name in ("val_likelihood", "val_accuracy"))
+    return next((float(merit) for merit in merits if merit is not None), float(epoch))
+
+
+def batches(x: Tensor, policy: AnyPolicy, views: tuple[str, ...], size: int, rng: torch.Generator) -> Iterator[Batch]:
     """Every item once, in a random order, in batches of as equal a size as can be (a last batch of one item would
     break batch normalisation)."""
     order = torch.randperm(len(x), generator=rng)

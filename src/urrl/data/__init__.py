@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from urrl.data.readers import Dataset, cifar10, cifar100, digits, fmnist
+from urrl.data.readers import Dataset, cifar10, cifar100, digits, fmnist, known
 from urrl.errors import UserError
 from urrl.seeding import generator
 
-__all__ = ["DATASETS", "Dataset", "Part", "Splits", "load", "split"]
+__all__ = ["DATASETS", "Dataset", "Part", "Splits", "hold_out", "load", "part", "split"]
 
 DATASETS: dict[str, Callable[[Path | None], Dataset]] = {
     "digits": digits,
@@ -36,15 +36,23 @@ def load(name: str, data_dir: Path | str | None = None) -> Dataset:
 class Part:
     """Some rows of a dataset."""
 
-    x: Tensor  # (n, ch, H, W) uint8, contiguous
-    y: Tensor  # (n,) int64
+    x: Tensor  # (n, ch, H, W) uint8, contiguous, or (n, d) float32
+    y: Tensor | None  # (n,) int64; None: nobody knows
     index: Tensor  # (n,) int64, the row in the pooled set
+    S: Tensor | None = None  # (n, C) bool: candidate sets that came with the data
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    @property
+    def truth(self) -> Tensor:
+        return known(self.y)
 
 
 @dataclass(frozen=True, eq=False)
 class Splits:
     train: Part
-    val: Part
+    val: Part  # may have no rows, as the test part may
     test: Part
 
 
@@ -53,9 +61,12 @@ def split(dataset: Dataset, kind: str = "paper", seed: int = 0, subset: int | No
 
     "paper":    train and test pooled, shuffled, 4:1:1 (70,000 -> 46,666/11,666/11,668, the paper's sizes).
     "official": the official test part; the rest shuffled, a sixth of it for validation.
+    "holdout":  shuffled, a tenth for validation, no test part: for data whose true labels nobody knows.
     subset:     keep the first N training rows and N // 4 validation rows, for quick runs; test stays whole.
     """
-    rows = len(dataset.y)
+    if kind == "holdout":
+        return hold_out(dataset, 0.1, seed)
+    rows = len(dataset.x)
     rng = generator(seed, "split")
     if kind == "paper":
         order = torch.randperm(rows, generator=rng)
@@ -67,10 +78,23 @@ def split(dataset: Dataset, kind: str = "paper", seed: int = 0, subset: int | No
         train, val = torch.randperm(rest, generator=rng).tensor_split((rest - rest // 6,))
         test = torch.arange(rest, rows)
     else:
-        raise UserError(f"unknown split {kind!r}; known: paper, official")
+        raise UserError(f"unknown split {kind!r}; known: paper, official, holdout")
 
     if subset is not None:
         if not 1 <= subset <= len(train):
             raise UserError(f"subset must be from 1 to {len(train)} (the training rows), not {subset}")
         train, val = train[:subset], val[: max(1, subset // 4)]
-    return Splits(*(Part(dataset.x[index], dataset.y[index], index) for index in (train, val, test)))
+    return Splits(*(part(dataset, index) for index in (train, val, test)))
+
+
+def hold_out(dataset: Dataset, share: float, seed: int = 0) -> Splits:
+    """That share of the rows, drawn at random, for validation, but at least two for training; no test part."""
+    order = torch.randperm(len(dataset.x), generator=generator(seed, "split"))
+    held = min(round(share * len(order)), len(order) - 2) if share else 0
+    return Splits(part(dataset, order[held:]), part(dataset, order[:held]), part(dataset, order[:0]))
+
+
+def part(dataset: Dataset, index: Tensor) -> Part:
+    """Those rows."""
+    y, S = (None if column is None else column[index] for column in (dataset.y, dataset.S))
+    return Part(dataset.x[index], y, index, S)

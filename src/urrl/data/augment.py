@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,6 +37,18 @@ class Policy:
     std: tuple[float, ...]
 
 
+@dataclass(frozen=True)
+class Features:
+    """What is done to feature vectors, after each feature is centred and scaled."""
+
+    mean: tuple[float, ...]  # per feature
+    std: tuple[float, ...]
+    jitter: float = 0.1  # standard deviation of the noise that a weak view adds; a strong view adds twice as much
+    swap: float = 0.1  # share of a weak view's features taken from another item of the batch; twice in a strong one
+
+
+AnyPolicy = Policy | Features
+
 POLICIES: dict[str, Policy] = {
     "cifar": Policy(True, 4, 16, True, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
     "fmnist": Policy(True, 4, 16, False, (0.2861,), (0.3530,)),
@@ -43,20 +56,36 @@ POLICIES: dict[str, Policy] = {
 }
 
 
+def find_policy(augment: str | dict[str, Any] | AnyPolicy) -> AnyPolicy:
+    """A policy by its name, from its own fields (of a saved model), or as it is."""
+    if isinstance(augment, str):
+        return POLICIES[augment]
+    if isinstance(augment, dict):
+        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in augment.items()}
+        return Policy(**values) if "flip" in augment else Features(**values)
+    return augment
+
+
 # ---- views -----------------------------------------------------------------------------------------
 
 
-def normalise(x: Tensor, policy: Policy) -> Tensor:
-    """The images as they are, normalised."""
+def normalise(x: Tensor, policy: AnyPolicy) -> Tensor:
+    """The items as they are, normalised."""
+    if isinstance(policy, Features):
+        return _scale(x, policy)
     _check(x, policy)
     return _to_float(x.permute(0, 2, 3, 1).contiguous(), policy)
 
 
-def weak(x: Tensor, policy: Policy, generator: Generator) -> Tensor:
+def weak(x: Tensor, policy: AnyPolicy, generator: Generator) -> Tensor:
+    if isinstance(policy, Features):
+        return _perturb(x, policy, 1, generator)
     return _to_float(_flip_crop(x, policy, generator), policy)
 
 
-def strong(x: Tensor, policy: Policy, generator: Generator) -> Tensor:
+def strong(x: Tensor, policy: AnyPolicy, generator: Generator) -> Tensor:
+    if isinstance(policy, Features):
+        return _perturb(x, policy, 2, generator)
     x = _flip_crop(x, policy, generator)
     if policy.cutout:
         # NOTE: the hole is cut in raw pixels, before AutoAugment, as the authors do: a later Invert or
@@ -68,14 +97,14 @@ def strong(x: Tensor, policy: Policy, generator: Generator) -> Tensor:
     return _to_float(x, policy)
 
 
-VIEWS: dict[str, Callable[[Tensor, Policy, Generator], Tensor]] = {
+VIEWS: dict[str, Callable[[Tensor, AnyPolicy, Generator], Tensor]] = {
     "plain": lambda x, policy, _: normalise(x, policy),
     "weak": weak,
     "strong": strong,
 }
 
 
-def make_views(x: Tensor, names: tuple[str, ...], policy: Policy, generator: Generator) -> dict[str, Tensor]:
+def make_views(x: Tensor, names: tuple[str, ...], policy: AnyPolicy, generator: Generator) -> dict[str, Tensor]:
     """One independent view per name: plain, weak or strong, with any suffix ("strong2")."""
     views = {}
     for name in names:
@@ -100,6 +129,27 @@ def _to_float(x: Tensor, policy: Policy) -> Tensor:
     # a row of H*W*C factors per image, because broadcasting over an innermost 3 is three times slower
     flat = x.flatten(1).float().mul_(1 / (255 * std)).sub_(mean / std)
     return flat.view(x.shape).permute(0, 3, 1, 2)
+
+
+# ---- features --------------------------------------------------------------------------------------
+
+
+def _scale(x: Tensor, policy: Features) -> Tensor:
+    """(B, d) -> (B, d) float32: each feature centred and scaled, in the precision in which it came."""
+    if x.dim() != 2 or x.shape[1] != len(policy.mean):
+        raise ValueError(f"the policy is for {len(policy.mean)} features, the items are {tuple(x.shape[1:])}")
+    mean, std = (torch.tensor(v, dtype=x.dtype, device=x.device) for v in (policy.mean, policy.std))
+    return ((x - mean) / std).float()
+
+
+def _perturb(x: Tensor, policy: Features, strength: int, generator: Generator) -> Tensor:
+    """Some features take the value of another item of the batch, a draw from the feature's own marginal; then noise."""
+    z = _scale(x, policy)
+    shape = z.shape
+    other = torch.randint(len(z), shape, generator=generator).to(z.device)
+    swapped = (torch.rand(shape, generator=generator) < strength * policy.swap).to(z.device)
+    noise = torch.randn(shape, generator=generator).to(z.device)
+    return torch.where(swapped, z.gather(0, other), z) + strength * policy.jitter * noise
 
 
 # ---- flip, crop, cutout ----------------------------------------------------------------------------

@@ -11,24 +11,40 @@ import struct
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from urrl.data.augment import Features, Policy
 from urrl.data.download import Source, locate
 from urrl.errors import UserError
 
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """All images of a set, pooled: official training rows first, then official test rows."""
+    """All items of a set, pooled: official training rows first, then official test rows."""
 
     name: str
-    x: Tensor  # (N, ch, H, W) uint8
-    y: Tensor  # (N,) int64, the true labels: only for making candidate sets and for evaluation
-    classes: tuple[str, ...]
+    x: Tensor  # (N, ch, H, W) uint8 images or (N, d) float32 features
+    y: Tensor | None  # (N,) int64, the true labels: only for making candidate sets and for evaluation; None: unknown
+    classes: tuple[Any, ...]
     official_test: int  # how many of the last rows are the official test part; 0 = the set has none
-    augment: str  # name of the augmentation policy
+    augment: str | Policy | Features  # the views: name of a policy, or the policy itself
+    S: Tensor | None = None  # (N, C) bool: candidate sets that came with the data
+
+    @property
+    def truth(self) -> Tensor:
+        return known(self.y)
+
+
+def known(y: Tensor | None) -> Tensor:
+    """The true labels, where somebody knows them."""
+    if y is None:
+        raise UserError(
+            "the true labels of this data are not known: it takes candidate sets, and a method to learn from them"
+        )
+    return y
 
 
 FMNIST_SITE = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com"

@@ -1,0 +1,128 @@
+"""A user's own items: arrays, tables, images in files. Features stay as they are; the policy scales them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from urrl.data.augment import AnyPolicy, Features, Policy
+from urrl.data.readers import Dataset
+from urrl.errors import UserError
+
+SIDE = 32  # of images that are read from files, in pixels
+
+
+def from_arrays(
+    x: Any, S: Tensor | None, classes: Sequence[Any], y: Tensor | None = None, augment: str | AnyPolicy | None = None,
+    name: str = "own",
+) -> Dataset:  # fmt: skip
+    """A data set of items in any form that `as_items` takes, candidate sets (n, C) and, where they are known, the true
+    labels; `augment`: the views, chosen from the items where it is not given."""
+    items = as_items(x)
+    for what, rows in (("candidate sets", S), ("true labels", y)):
+        if rows is not None and len(rows) != len(items):
+            raise UserError(f"{len(items)} items, but {len(rows)} {what}")
+    return Dataset(name, items, y, tuple(classes), official_test=0, augment=augment or own_policy(items), S=S)
+
+
+def as_items(x: Any) -> Tensor:
+    """(n, d) float features or (n, ch, H, W) uint8 images from an array, a tensor, a frame, a column, a list of rows,
+    of images or of paths of image files."""
+    if isinstance(x, Tensor):
+        x = x.detach().cpu().numpy()
+    if isinstance(x, (list, tuple)) or type(x).__name__ in ("Column", "Series", "ChunkedArray"):
+        x = _from_rows(list(x))
+    array = x.to_numpy() if hasattr(x, "to_numpy") else np.asarray(x)
+    if array.dtype == np.uint8 and array.ndim in (3, 4):
+        if not array.size:
+            raise UserError(f"there are no images: the array is {array.shape}")
+        return torch.from_numpy(array[..., None] if array.ndim == 3 else array).permute(0, 3, 1, 2).contiguous()
+    if array.ndim != 2:
+        images = "uint8 images (n, H, W) or (n, H, W, channels)"
+        raise UserError(f"items are features (n, d) or {images}, not {array.dtype} {array.shape}")
+    return _features(array)
+
+
+def _features(array: np.ndarray) -> Tensor:
+    if array.dtype.kind not in "fiub":
+        try:
+            array = array.astype(np.float64)
+        except (TypeError, ValueError) as error:
+            raise UserError(f"features are numbers ({error})") from None
+    if array.dtype != np.float32:
+        array = array.astype(np.float64)
+    if not array.size:
+        raise UserError(f"there are no features: the array is {array.shape}")
+    wrong = (~np.isfinite(array)).nonzero()
+    if len(wrong[0]):
+        row, column = int(wrong[0][0]), int(wrong[1][0])
+        raise UserError(f"row {row}: feature {column} is {array[row, column]} ({len(np.unique(wrong[0]))} such rows)")
+    return torch.from_numpy(np.ascontiguousarray(array))
+
+
+def _from_rows(rows: list[Any]) -> np.ndarray:
+    if not rows:
+        raise UserError("there are no items: the list is empty")
+    if isinstance(rows[0], (str, os.PathLike)):
+        return read_images([Path(row) for row in rows])
+    if hasattr(rows[0], "convert"):  # PIL images, as a column of a Hugging Face data set gives them
+        mode = "RGB" if any(len(image.getbands()) > 2 for image in rows) else "L"
+        rows = [np.asarray(image.convert(mode)) for image in rows]
+    shape = np.shape(rows[0])
+    for number, row in enumerate(rows):
+        if np.shape(row) != shape:
+            raise UserError(f"row {number} has the shape {np.shape(row)}, row 0 has {shape}")
+    return np.asarray(rows)
+
+
+def read_images(paths: Sequence[Path], side: int = SIDE) -> np.ndarray:
+    """(n, side, side) or (n, side, side, 3) uint8: grey where every image is. The shorter side is scaled, the longer
+    one cropped in the middle."""
+    try:
+        from PIL import Image, ImageOps
+    except ImportError:
+        raise UserError("images in files need pillow: pip install 'urrl[images]'") from None
+    images = []
+    for path in paths:
+        try:
+            with Image.open(path) as image:
+                upright = ImageOps.exif_transpose(image)
+                grey = upright.mode in ("1", "L", "I;16")
+                images.append(ImageOps.fit(upright.convert("L" if grey else "RGB"), (side, side)))
+        except FileNotFoundError:
+            raise UserError(f"{path}: no such file") from None
+        except (OSError, ValueError, SyntaxError) as error:
+            raise UserError(f"{path}: not an image that can be read ({error})") from None
+    mode = "L" if all(image.mode == "L" for image in images) else "RGB"
+    return np.stack([np.asarray(image.convert(mode)) for image in images])
+
+
+def own_policy(x: Tensor) -> AnyPolicy:
+    """Views for items of which nothing else is known. Rows of equal length are embeddings: their geometry is that of
+    the cosine, so all features are scaled alike; other features are each scaled to a standard deviation of 1. Colour
+    images are taken for photographs, which may be mirrored; grey ones may be writing, which may not."""
+    if x.dim() == 2:
+        mean, std = x.double().mean(0), x.double().std(0, correction=0)
+        norm = x.double().norm(dim=1)
+        if x.shape[1] > 1 and float(norm.min()) > 0.99 * float(norm.max()):
+            std = std.square().mean().sqrt().expand_as(std)
+        std = torch.where(std > 1e-9 * mean.abs().clamp_min(1e-30), std, 1.0)  # a constant feature stays 0
+        return Features(tuple(mean.tolist()), tuple(std.tolist()))
+    some = x[:: max(1, len(x) // 5000)].float().div(255).transpose(0, 1).flatten(1)  # (ch, many)
+    mean, std = some.mean(1), some.std(1, correction=0).clamp_min(1e-3)
+    side, colour = min(x.shape[2:]), x.shape[1] == 3
+    return Policy(colour, side // 8, side // 2, colour, tuple(mean.tolist()), tuple(std.tolist()))
+
+
+def data_sha256(x: Tensor) -> str:
+    """Of the items' shape, type and content."""
+    digest = hashlib.sha256(f"{tuple(x.shape)} {x.dtype}".encode())
+    digest.update(x.contiguous().numpy().data)
+    return digest.hexdigest()
