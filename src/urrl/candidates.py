@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import zipfile
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,12 +19,8 @@ import torch
 from torch import Tensor
 
 from urrl.errors import UserError
-from urrl.files import write_atomic
+from urrl.files import UNREADABLE, write_atomic
 from urrl.seeding import generator
-
-# What numpy, zipfile and json raise on a damaged or foreign file.
-_UNREADABLE = (OSError, ValueError, KeyError, EOFError, AttributeError, TypeError, RuntimeError, zlib.error,
-               zipfile.BadZipFile)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -91,7 +85,7 @@ class CandidateSets:
             recorded = about.pop("sha256")
         except FileNotFoundError:
             raise UserError(f"{path}: no such file") from None
-        except _UNREADABLE as error:
+        except UNREADABLE as error:
             raise UserError(f"{path}: not a candidate-set file ({error})") from None
         sets = cls(torch.from_numpy(mask), about)
         if sets.sha256 != recorded:
@@ -157,7 +151,10 @@ def _pico_plus(y: Tensor, C: int, eta: float, transition: Tensor, rng: torch.Gen
 
 def _swap(y: Tensor, C: int, eta: float, transition: Tensor, rng: torch.Generator) -> Tensor:
     """ALIM, IRNet: a clean set whose true label is then swapped for a non-candidate; full sets stay."""
-    mask = _clean(y, C, eta, transition, rng)
+    return _swap_out(_clean(y, C, eta, transition, rng), y, transition, rng)
+
+
+def _swap_out(mask: Tensor, y: Tensor, transition: Tensor, rng: torch.Generator) -> Tensor:
     into = torch.rand(mask.shape, generator=rng).masked_fill(mask, -1).argmax(1)  # any non-candidate alike
     swapped = _dropped(y, transition, rng) & ~mask.all(1)
     mask[swapped, y[swapped]] = False
@@ -196,9 +193,8 @@ def generate(
     """
     if convention not in CONVENTIONS:
         raise UserError(f"convention {convention!r} is unknown; there are: {', '.join(CONVENTIONS)}")
-    for name, rate in (("eta", eta), ("mu", mu)):
-        if not 0 <= rate <= 1:
-            raise UserError(f"{name} is a probability between 0 and 1, not {rate}")
+    _check_rate("eta", eta)
+    _check_rate("mu", mu)
     if n_classes < 2:
         raise UserError(f"there must be at least 2 classes, not {n_classes}")
     if convention.startswith("clean") and (mu > 0 or transition is not None):
@@ -214,3 +210,18 @@ def generate(
     mask = CONVENTIONS[convention](y.cpu(), n_classes, eta, T, rng)
     about = {"eta": eta, "mu": mu, "convention": convention, "seed": seed}
     return CandidateSets(mask, about if transition is None else {**about, "mu": None})
+
+
+def make_unreliable(sets: CandidateSets, y: Tensor, mu: float, seed: int = 0) -> CandidateSets:
+    """Real candidate sets, of which a share mu has the true label swapped for a non-candidate, as in `swap`: a full set
+    stays, and so does the size of each."""
+    _check_rate("mu", mu)
+    missing = ~sets.mask[torch.arange(len(y)), y]  # some of them may be wrong already: those stay as they are
+    mask = _swap_out(sets.mask.clone(), y, uniform_transition(sets.n_classes, mu), generator(seed, "candidates"))
+    mask[missing] = sets.mask[missing]
+    return CandidateSets(mask, {"mu": mu, "convention": "swap", "seed": seed})
+
+
+def _check_rate(name: str, rate: float) -> None:
+    if not 0 <= rate <= 1:
+        raise UserError(f"{name} is a probability between 0 and 1, not {rate}")

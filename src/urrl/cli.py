@@ -51,20 +51,17 @@ def parser() -> argparse.ArgumentParser:
         sub.add_argument(
             "--eta",
             type=float,
-            default=0.3,
             metavar="E",
             help="partial rate: a wrong label enters a set with this probability (default 0.3)",
         )
         sub.add_argument(
             "--mu",
             type=float,
-            default=0.3,
             metavar="M",
-            help="unreliable rate: the label is corrupted with this probability (default 0.3)",
+            help="unreliable rate: the label is corrupted with this probability (default 0.3; 0 for a set's own)",
         )
         sub.add_argument(
             "--convention",
-            default="paper",
             metavar="NAME",
             help="how sets are drawn: paper (default), pico+, swap, fredis, clean, clean-forced",
         )
@@ -75,7 +72,7 @@ def parser() -> argparse.ArgumentParser:
             "--split",
             default="paper",
             metavar="KIND",
-            help="paper: pooled 4:1:1 (default); official: the data set's own test part",
+            help="paper: pooled 4:1:1 (default); official: the data set's own test part; fold:0 to fold:9: one of ten",
         )
         sub.add_argument("--subset", type=int, metavar="N", help="train on N items only")
         sub.add_argument(
@@ -197,9 +194,10 @@ def _train(args: argparse.Namespace) -> None:
         args.dataset, args.method, args.recipe, settings, eta=args.eta, mu=args.mu, convention=args.convention,
         seed=args.seed, split_kind=args.split, subset=args.subset, data_dir=args.data_dir, candidates=args.candidates,
     )  # fmt: skip
-    folder = (
-        args.out or Path("runs") / f"{run.dataset}-{run.method}-eta{run.eta}-mu{run.mu}-{run.recipe}-seed{run.seed}"
-    )
+    rates = [f"{rate}{value}" for rate, value in (("eta", run.eta), ("mu", run.mu)) if value is not None]
+    fold = [run.split.replace(":", "")] if run.split.startswith("fold") else []
+    name = "-".join([run.dataset, run.method, *rates, run.recipe, *fold, f"seed{run.seed}"])
+    folder = args.out or Path("runs", name)
     try:
         result = train(run, dataset, splits, sets, folder, args.resume, args.device, _progress(args))
     except Diverged as error:
@@ -222,7 +220,7 @@ def _print_result(r: dict[str, Any], folder: Path) -> None:
         best += f", validation {r['val_accuracy']:.2%}"
     if "val_covering" in r:
         best += f", held-out sets that hold the prediction {r['val_covering']:.2%}"
-    noise = "" if r["eta"] is None else f", eta {r['eta']}, mu {r['mu']}"
+    noise = "".join(f", {rate} {r[rate]}" for rate in ("eta", "mu") if r[rate] is not None)
     print(f"{r['method']}{bound} on {r['dataset']}{noise}, seed {r['seed']}")
     test = "unknown" if r["test_accuracy"] is None else f"{r['test_accuracy']:.2%}"
     print(f"test accuracy     {test}   ({best})")
@@ -238,19 +236,18 @@ def _print_result(r: dict[str, Any], folder: Path) -> None:
 
 
 def _generate(args: argparse.Namespace) -> None:
-    from urrl.candidates import generate
-    from urrl.data import load, split
+    from urrl.data import load
     from urrl.evaluate import true_in_set
+    from urrl.run import make_sets
 
     if args.out.exists():
         raise UserError(f"{args.out}: exists; nothing was changed")
     dataset = load(args.dataset, args.data_dir)
-    y = split(dataset, args.split, args.seed, args.subset).train.truth
-    sets = generate(y, len(dataset.classes), args.eta, args.mu, args.convention, args.seed)
+    splits, sets = make_sets(dataset, args.split, args.subset, args.eta, args.mu, args.convention, args.seed)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     sets.save(args.out)
     print(f"{len(sets)} sets of {sets.n_classes} classes, mean size {sets.mean_size:.2f}, "
-          f"true label missing in {1 - true_in_set(sets.mask, y):.2%}")  # fmt: skip
+          f"true label missing in {1 - true_in_set(sets.mask, splits.train.truth):.2%}")  # fmt: skip
     print(f"{args.out}   sha256 {sets.sha256}")
 
 

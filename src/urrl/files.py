@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
+import zipfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
+
+# What numpy, scipy, torch, zipfile and json raise on a damaged or foreign file.
+UNREADABLE = (OSError, ValueError, KeyError, EOFError, AttributeError, TypeError, RuntimeError, zlib.error,
+              zipfile.BadZipFile, pickle.UnpicklingError)  # fmt: skip
 
 
 def write_atomic(path: Path, write: Callable[[BinaryIO], object]) -> None:

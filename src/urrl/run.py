@@ -13,7 +13,7 @@ import torch
 
 import urrl
 from urrl import checkpoint
-from urrl.candidates import CandidateSets, generate
+from urrl.candidates import CandidateSets, generate, make_unreliable
 from urrl.config import Run, Training, by_size, resolve
 from urrl.data import Dataset, Splits, hold_out, load, split
 from urrl.data.augment import AnyPolicy, find_policy
@@ -30,9 +30,9 @@ from urrl.train import State, fit
 
 
 def make_run(
-    dataset_name: str, method: str, recipe: str, settings: dict[str, Any], *, eta: float, mu: float, seed: int,
-    convention: str = "paper", split_kind: str = "paper", subset: int | None = None, data_dir: Path | None = None,
-    candidates: Path | None = None,
+    dataset_name: str, method: str, recipe: str, settings: dict[str, Any], *, eta: float | None = None,
+    mu: float | None = None, seed: int = 0, convention: str | None = None, split_kind: str = "paper",
+    subset: int | None = None, data_dir: Path | None = None, candidates: Path | None = None,
 ) -> tuple[Run, Dataset, Splits, CandidateSets]:  # fmt: skip
     """A run, checked, with its data and candidate sets. The sets depend on the cell alone, not on the method; those of
     data that brings its own are not drawn: eta, mu and convention are then None."""
@@ -40,28 +40,23 @@ def make_run(
 
     def resolved(base: dict[str, Any] | None = None) -> Run:
         return resolve(
-            dataset_name, method, recipe, METHODS[method].Config, settings, base, eta=eta, mu=mu, convention=convention,
+            dataset_name, method, recipe, METHODS[method].Config, settings, base, eta=None, mu=None, convention=None,
             seed=seed, split=split_kind, subset=subset,
         )  # fmt: skip
 
-    run = resolved()
+    resolved()  # settings that cannot be are refused before the data is read
     dataset = load(dataset_name, data_dir)
-    splits = split(dataset, split_kind, seed, subset)
+    if candidates is None:
+        splits, sets = make_sets(dataset, split_kind, subset, eta, mu, convention, seed)
+    else:
+        splits, sets = split(dataset, split_kind, seed, subset), CandidateSets.load(candidates)
     if len(splits.train) < 2:
         raise UserError("training takes at least 2 items")
-    if splits.train.x.dim() == 2:
-        run = resolved(by_size(len(splits.train), tuple(splits.train.x.shape[1:])))
-    if candidates is None and splits.train.S is not None:
-        run = dataclasses.replace(run, eta=None, mu=None, convention=None)
-        return run, dataset, splits, CandidateSets(splits.train.S)
+    run = resolved(by_size(len(splits.train), tuple(splits.train.x.shape[1:])) if splits.train.x.dim() == 2 else None)
+    origin: dict[str, Any] = {key: sets.about.get(key) for key in ("eta", "mu", "convention")}
+    run = dataclasses.replace(run, **origin)
     if candidates is None:
-        return (
-            run,
-            dataset,
-            splits,
-            generate(splits.train.truth, len(dataset.classes), eta, mu, convention, seed),
-        )
-    sets = CandidateSets.load(candidates)
+        return run, dataset, splits, sets
     if sets.mask.shape != (len(splits.train), len(dataset.classes)):
         n, c = sets.mask.shape
         raise UserError(f"{candidates}: {n} sets of {c} classes, but the training part has {len(splits.train)} items "
@@ -69,8 +64,28 @@ def make_run(
     drawn_for = sets.about.get("seed", seed)
     if drawn_for != seed:  # the seed is the split's too: the sets would meet other items
         raise UserError(f"{candidates}: drawn with seed {drawn_for}, for other items than those of seed {seed}")
-    origin = {key: sets.about[key] for key in ("eta", "mu", "convention") if key in sets.about}
-    return dataclasses.replace(run, **origin, sets_sha256=sets.sha256), dataset, splits, sets
+    return dataclasses.replace(run, sets_sha256=sets.sha256), dataset, splits, sets
+
+
+def make_sets(
+    dataset: Dataset, split_kind: str, subset: int | None, eta: float | None, mu: float | None, convention: str | None,
+    seed: int,
+) -> tuple[Splits, CandidateSets]:  # fmt: skip
+    """(splits, candidate sets of the training part): drawn for the true labels, or those that came with the data; of
+    these a share mu loses the true label, in the validation part too."""
+    if dataset.S is None:
+        splits = split(dataset, split_kind, seed, subset)
+        eta, mu = (0.3 if rate is None else rate for rate in (eta, mu))
+        return splits, generate(splits.train.truth, len(dataset.classes), eta, mu, convention or "paper", seed)
+    if eta is not None or convention is not None:
+        raise UserError(f"{dataset.name} brings its own candidate sets: --eta and --convention do not apply "
+                        "(--mu M swaps true labels out of them)")  # fmt: skip
+    own = CandidateSets(dataset.S)
+    if mu is not None:
+        own = make_unreliable(own, dataset.truth, mu, seed)
+    splits = split(dataclasses.replace(dataset, S=own.mask), split_kind, seed, subset)
+    assert splits.train.S is not None
+    return splits, CandidateSets(splits.train.S, {**own.about, "seed": seed})
 
 
 def make_own_run(

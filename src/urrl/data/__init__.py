@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from urrl.data.readers import Dataset, cifar10, cifar100, digits, fmnist, known
+from urrl.data.readers import Dataset, birdsong, cifar10, cifar10n, cifar100, digits, fmnist, known, lost, msrcv2
 from urrl.errors import UserError
 from urrl.seeding import generator
 
@@ -20,7 +20,12 @@ DATASETS: dict[str, Callable[[Path | None], Dataset]] = {
     "fmnist": fmnist,
     "cifar10": cifar10,
     "cifar100": cifar100,
+    "cifar10n": cifar10n,
+    "lost": lost,
+    "msrcv2": msrcv2,
+    "birdsong": birdsong,
 }
+FOLDS = tuple(f"fold:{k}" for k in range(10))
 
 
 def load(name: str, data_dir: Path | str | None = None) -> Dataset:
@@ -61,6 +66,7 @@ def split(dataset: Dataset, kind: str = "paper", seed: int = 0, subset: int | No
 
     "paper":    train and test pooled, shuffled, 4:1:1 (70,000 -> 46,666/11,666/11,668, the paper's sizes).
     "official": the official test part; the rest shuffled, a sixth of it for validation.
+    "fold:K":   fold K of ten is the test part, K = 0 ... 9; all others train, and the last epoch counts.
     "holdout":  shuffled, a tenth for validation, no test part: for data whose true labels nobody knows.
     subset:     keep the first N training rows and N // 4 validation rows, for quick runs; test stays whole.
     """
@@ -77,8 +83,14 @@ def split(dataset: Dataset, kind: str = "paper", seed: int = 0, subset: int | No
         rest = rows - dataset.official_test
         train, val = torch.randperm(rest, generator=rng).tensor_split((rest - rest // 6,))
         test = torch.arange(rest, rows)
+    elif kind in FOLDS:
+        folds = list(torch.randperm(rows, generator=rng).tensor_split(len(FOLDS)))
+        test = folds.pop(FOLDS.index(kind))
+        train, val = torch.cat(folds), test[:0]
     else:
-        raise UserError(f"unknown split {kind!r}; known: paper, official, holdout")
+        raise UserError(f"unknown split {kind!r}; known: paper, official, {FOLDS[0]} to {FOLDS[-1]}, holdout")
+    if dataset.S is not None and dataset.official_test and kind != "official":
+        raise UserError(f"{dataset.name} has candidate sets for its training part alone: use the split 'official'")
 
     if subset is not None:
         if not 1 <= subset <= len(train):

@@ -26,7 +26,7 @@ class Source:
 
     files: dict[str, int]  # file name -> rows in it; the test part comes last
     folders: tuple[str, ...]  # usual sub folders; a download goes into the first
-    urls: dict[str, str]  # url -> md5: the files themselves, or a tar.gz with folders[0] in it
+    urls: dict[str, str]  # url -> md5: the files themselves, or a tar.gz with folders[0] in it; none: no download
     installed: Path | None = None  # where a system package puts the files
     hint: str = ""  # another way to get them, for the error message
 
@@ -39,8 +39,8 @@ def cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "urrl"
 
 
-def locate(source: Source, data_dir: Path | None = None) -> Path:
-    """The first folder with all the files: data_dir, $URRL_DATA, cache, system package; else a download."""
+def find(source: Source, data_dir: Path | None = None) -> Path | None:
+    """The first folder with all the files: data_dir, $URRL_DATA, cache, system package."""
     environ = os.environ.get("URRL_DATA")
     for place in (data_dir, Path(environ) if environ else None, cache_dir(), source.installed):
         if place is None:
@@ -48,6 +48,16 @@ def locate(source: Source, data_dir: Path | None = None) -> Path:
         for folder in (place, *(place / name for name in source.folders)):
             if all(os.path.isfile(folder / file) for file in source.files):
                 return folder
+    return None
+
+
+def locate(source: Source, data_dir: Path | None = None) -> Path:
+    """Where the files are; else a download."""
+    if folder := find(source, data_dir):
+        return folder
+    if not source.urls:
+        files = ", ".join(source.files)
+        raise UserError(f"{files}: not found; put it into a folder named by --data-dir or URRL_DATA{source.hint}")
     return download(source)
 
 

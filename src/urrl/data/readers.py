@@ -1,4 +1,5 @@
-"""The image sets: each function checks and reads the official files into one uint8 tensor.
+"""The data sets: each function checks and reads the official files into one tensor, and their own candidate sets where
+they have some.
 
 Adding a dataset: one function here, one line in `DATASETS`.
 """
@@ -9,16 +10,19 @@ import gzip
 import math
 import struct
 import zlib
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from urrl.data.augment import Features, Policy
-from urrl.data.download import Source, locate
+from urrl.data.download import Source, find, locate
 from urrl.errors import UserError
+from urrl.files import UNREADABLE
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +35,7 @@ class Dataset:
     classes: tuple[Any, ...]
     official_test: int  # how many of the last rows are the official test part; 0 = the set has none
     augment: str | Policy | Features  # the views: name of a policy, or the policy itself
-    S: Tensor | None = None  # (N, C) bool: candidate sets that came with the data
+    S: Tensor | None = None  # (N, C) bool: candidate sets that came with the data; an official test row names all
 
     @property
     def truth(self) -> Tensor:
@@ -76,6 +80,25 @@ CIFAR100 = Source(
     folders=("cifar-100-binary",),
     urls={"https://www.cs.toronto.edu/~kriz/cifar-100-binary.tar.gz": "03b5dce01913d631647c71ecec9e9cb8"},
 )
+CIFAR10N = Source(
+    files={"CIFAR-10_human.pt": 50_000},
+    folders=("cifar-n",),
+    urls={
+        "https://github.com/UCSC-REAL/cifar-10-100n/raw/main/data/CIFAR-10_human.pt": "96644db5574813cae939af5f7f2a0aec"
+    },
+)
+CIFAR10N_NPZ = replace(CIFAR10N, files={"cifar10n.npz": 50_000}, folders=("cifar-n", "human"))  # the same arrays
+ANNOTATORS = ("random_label1", "random_label2", "random_label3")
+
+
+def _table_source(file: str, rows: int) -> Source:
+    hint = " (the partial-label data sets of the PALM lab, http://palm.seu.edu.cn/zhangml/)"
+    return Source({file: rows}, ("partial-label", "tabular"), urls={}, hint=hint)
+
+
+LOST, MSRCV2, BIRDSONG = (
+    _table_source("lost.mat", 1122), _table_source("MSRCv2.mat", 1758), _table_source("BirdSong.mat", 4998)
+)  # fmt: skip
 
 DIGITS_CLASSES = tuple("0123456789")
 FMNIST_CLASSES = (
@@ -130,6 +153,89 @@ def cifar10(data_dir: Path | None = None) -> Dataset:
 def cifar100(data_dir: Path | None = None) -> Dataset:
     """CIFAR-100: 60,000 colour images, 32x32, 100 fine classes."""
     return _cifar("cifar100", CIFAR100, data_dir, CIFAR100_CLASSES, labels=2)
+
+
+def cifar10n(data_dir: Path | None = None) -> Dataset:
+    """CIFAR-10N: CIFAR-10 with the labels of three people per training image as its candidate sets."""
+    images = cifar10(data_dir)
+    rows = len(images.x) - images.official_test
+    folder = find(CIFAR10N_NPZ, data_dir)
+    path = (folder / "cifar10n.npz") if folder else locate(CIFAR10N, data_dir) / "CIFAR-10_human.pt"
+    labels = _read_labels(path, rows, len(images.classes))
+    if not torch.equal(labels.pop("clean_label"), images.truth[:rows]):
+        raise UserError(f"{path}: its labels are in another order than the images of CIFAR-10")
+    S = torch.zeros(len(images.x), len(images.classes), dtype=torch.bool)
+    S[rows:] = True
+    for given in labels.values():
+        S[torch.arange(len(given)), given] = True
+    return replace(images, name="cifar10n", S=S)
+
+
+def _read_labels(path: Path, rows: int, classes: int) -> dict[str, Tensor]:
+    """The true labels and those of the three annotators, (rows,) each, from the published .pt or the same as .npz."""
+    rebuild = np.empty(0).__reduce__()[0]  # how numpy pickles an array; the file names it by its old module
+    old = (rebuild, "numpy.core.multiarray._reconstruct")
+    harmless: list[Any] = [rebuild, old, np.ndarray, np.dtype, np.dtypes.Int64DType]
+    try:
+        if path.suffix == ".npz":
+            with np.load(path, allow_pickle=False) as file:
+                held: Mapping[str, Any] = dict(file)
+        else:
+            with torch.serialization.safe_globals(harmless):
+                held = torch.load(path, weights_only=True)
+        columns = {name: torch.from_numpy(np.asarray(held[name]).astype(np.int64))
+                   for name in ("clean_label", *ANNOTATORS)}  # fmt: skip
+    except UNREADABLE as error:
+        raise UserError(f"cannot read {path}: it is not the file that was published") from error
+    for name, column in columns.items():
+        if column.shape != (rows,) or int(column.min()) < 0:
+            raise UserError(f"{path}: {name} should be {rows} labels")
+        _labels(path, column, classes)
+    return columns
+
+
+def lost(data_dir: Path | None = None) -> Dataset:
+    """Lost: 1,122 faces of a television series as 108 features; candidates are the 16 names in the script."""
+    return _table("lost", LOST, data_dir)
+
+
+def msrcv2(data_dir: Path | None = None) -> Dataset:
+    """MSRCv2: 1,758 image segments as 48 features; candidates are the objects in the image, of 23 classes."""
+    return _table("msrcv2", MSRCV2, data_dir)
+
+
+def birdsong(data_dir: Path | None = None) -> Dataset:
+    """BirdSong: 4,998 syllables as 38 features; candidates are the birds in the recording, of 13 species."""
+    return _table("birdsong", BIRDSONG, data_dir)
+
+
+def _table(name: str, source: Source, data_dir: Path | None) -> Dataset:
+    from urrl.data.own import own_policy  # late: it needs this module
+
+    ((file, rows),) = source.files.items()
+    path = locate(source, data_dir) / file
+    x, y, S = read_table(path, rows)
+    classes = tuple(str(c) for c in range(S.shape[1]))  # the files hold no names
+    return Dataset(name, x, y, classes, official_test=0, augment=own_policy(x), S=S)
+
+
+def read_table(path: Path, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Read a partial-label .mat file: data (n, d), target and partial_target (C, n) of 0 and 1, maybe sparse."""
+    from scipy.io import loadmat
+    from scipy.sparse import issparse
+
+    try:
+        held = loadmat(path)
+        data, target, partial = (held[key] for key in ("data", "target", "partial_target"))
+    except UNREADABLE as error:
+        raise UserError(f"cannot read {path}: {error}") from error
+    truth, given = ((np.asarray(t.todense() if issparse(t) else t) != 0).T for t in (target, partial))
+    if data.ndim != 2 or len(data) != rows or truth.shape != given.shape or len(given) != rows:
+        raise UserError(f"{path}: should hold {rows} rows; data is {data.shape}, target {truth.shape[::-1]}, "
+                        f"partial_target {given.shape[::-1]}")  # fmt: skip
+    if not np.isfinite(data).all() or (truth.sum(1) != 1).any() or not given.any(1).all():
+        raise UserError(f"{path}: damaged: a feature is no number, or a row has no candidate or not one true label")
+    return torch.from_numpy(data).float(), torch.from_numpy(truth.argmax(1)), torch.from_numpy(given)
 
 
 def _cifar(name: str, source: Source, data_dir: Path | None, classes: tuple[str, ...], labels: int) -> Dataset:
