@@ -39,3 +39,29 @@ def test_only_the_asked_rows():
     some = {int(r): set(v.tolist()) for rows, _, near in knn.cosine_topk(q, 5, asked) for r, v in zip(rows, near)}
     assert some == {int(r): everything[int(r)] for r in asked}
     assert sum(len(rows) for rows, _, _ in knn.cosine_topk(q, 5, torch.empty(0, dtype=torch.long))) == 0
+
+
+def clusters(n, seed=0):
+    rng = torch.Generator().manual_seed(seed)
+    return torch.nn.functional.normalize(
+        unit_rows(8, 16, rng)[torch.arange(n) % 8] + 0.2 * unit_rows(n, 16, rng), dim=1
+    )
+
+
+@pytest.mark.parametrize("k", [5, 150])  # 150: cells too small, whose rows are searched exactly
+def test_the_index_finds_nearly_the_same_neighbours(k, monkeypatch):
+    pytest.importorskip("faiss", reason="the index needs faiss")
+    q = clusters(2000)
+    rows = torch.arange(1, 2000, 3)
+    exact = {int(r): set(v.tolist()) for part, _, near in knn.cosine_topk(q, k, rows) for r, v in zip(part, near)}
+    monkeypatch.setattr(knn, "EXACT", 0)
+    monkeypatch.setattr(knn, "_exact", knn._exact if k > 5 else None)
+    hits, seen = 0, []
+    for part, similarity, near in knn.cosine_topk(q, k, rows):
+        seen.append(part)
+        assert (near >= 0).all() and (near != part[:, None]).all() and near.shape == (len(part), k)
+        torch.testing.assert_close((q[part, None] * q[near]).sum(2), similarity, atol=1e-5, rtol=1e-4)
+        assert all(len(set(row.tolist())) == k for row in near)
+        hits += sum(len(exact[int(r)] & set(v.tolist())) for r, v in zip(part, near))
+    assert torch.equal(torch.cat(seen), rows)
+    assert hits / (k * len(rows)) > 0.95

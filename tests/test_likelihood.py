@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from urrl.candidates import generate
 from urrl.likelihood import estimate_mu, log_given, set_log_likelihood, set_nll
-from urrl.warmstart import first_vote, neighbour_vote, patch_features, principal_components
+from urrl.warmstart import ballot, patch_features, principal_components, raw_features
 
 
 def literal(S, y, C, eta, mu):
@@ -65,7 +65,8 @@ def blobs(n=1500, C=5, d=8):
 def test_neighbours_know_most_labels_before_any_training():
     x, y = blobs()
     S = generate(y, 5, 0.4, 0.4).mask
-    P, mu = neighbour_vote(F.normalize(x, dim=1), S, k=50)
+    vote = ballot(F.normalize(x, dim=1), S, k=50)
+    P, mu = vote.on(torch.arange(len(x))), vote.mu
     torch.testing.assert_close(P.sum(1), torch.ones(len(y)))
     assert (P.argmax(1) == y).double().mean() > 0.9
     assert mu == pytest.approx(0.4, abs=0.1)
@@ -77,7 +78,7 @@ def test_an_items_own_set_has_no_vote_on_itself():
     other = S.clone()
     other[7] = ~other[7]
     other[7, 0] = True
-    row, changed = (neighbour_vote(F.normalize(x, dim=1), sets, k=20)[0][7] for sets in (S, other))
+    row, changed = (ballot(F.normalize(x, dim=1), sets, k=20).on(torch.tensor([7])) for sets in (S, other))
     assert row.argmax() == changed.argmax()
 
 
@@ -87,5 +88,5 @@ def test_features_of_images():
     assert features.shape == (60, 8 * 16) and torch.isfinite(features).all()
     z = principal_components(features, 10, whiten=True)
     torch.testing.assert_close(z.var(0, correction=0), torch.ones(10), rtol=1e-2, atol=1e-2)
-    P, _ = first_vote(x, generate(torch.arange(60) % 3, 3, 0.3, 0.3).mask)
+    P = ballot(raw_features(x), generate(torch.arange(60) % 3, 3, 0.3, 0.3).mask).on(torch.arange(60))
     assert P.shape == (60, 3) and torch.isfinite(P).all()

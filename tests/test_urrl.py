@@ -16,7 +16,7 @@ from urrl.methods import Batch
 from urrl.methods.base import Step
 from urrl.methods.urrl import URRL, URRLConfig, corrections, prototypes
 from urrl.nets import Out
-from urrl.warmstart import neighbour_vote, principal_components
+from urrl.warmstart import ballot, principal_components
 
 
 def random_state(n, C, d, seed):
@@ -231,7 +231,8 @@ def test_labels_follow_the_sets_votes():
     logits = torch.zeros(300, 3)
     figures = method.begin_epoch(1, lambda: Out(logits, q, q))
     z = torch.nn.functional.normalize(principal_components(q, 128, whiten=True), dim=1)
-    vote, mu = neighbour_vote(z, S, 20)
+    held = ballot(z, S, 20)
+    vote, mu = held.on(torch.arange(300)), held.mu
     assert method.mu.item() == pytest.approx(mu)
     posterior = [
         [math.sqrt(vote[i, c].item() / 3) * math.exp(log_given(S, mu)[i, c].item()) for c in range(3)]

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from urrl.data import Part
 from urrl.data.augment import AnyPolicy, normalise
+from urrl.labels import row_blocks
 from urrl.likelihood import estimate_mu, set_log_likelihood
 from urrl.methods import Method
 from urrl.nets import Network, Out
@@ -83,18 +84,23 @@ def true_in_set(S: Tensor, y: Tensor) -> float:
 
 def label_report(method: Method, given: Tensor, y: Tensor | None) -> dict[str, Any]:
     """What the method made of its candidate sets, next to the truth where it is known. given: S as it came, (n, C)."""
-    S, l = method.S.cpu(), method.l.cpu()
-    entered = S & ~given
-    n_entered = int(entered.sum())
+    n_entered = right = in_set = correct = 0
+    for rows in row_blocks(method.S):
+        S, l, rows = method.S[rows].cpu(), method.l[rows].cpu(), rows.cpu()
+        entered = S & ~given[rows]
+        n_entered += int(entered.sum())
+        if y is not None:
+            truth = y[rows, None]
+            right += int(entered.gather(1, truth).sum())
+            in_set += int(S.gather(1, truth).sum())
+            correct += int((l.argmax(1) == truth[:, 0]).sum())
     if y is None:
         unknown = ("corrected_precision", "true_in_set_before", "true_in_set_after", "label_accuracy")
         return {"corrected": n_entered, **dict.fromkeys(unknown)}
-    rows = torch.arange(len(y))
-    right = int(entered[rows, y].sum())
     return {
         "corrected": n_entered,
         "corrected_precision": right / n_entered if n_entered else None,
         "true_in_set_before": true_in_set(given, y),
-        "true_in_set_after": true_in_set(S, y),
-        "label_accuracy": float((l.argmax(1) == y).double().mean()),
+        "true_in_set_after": in_set / len(y),
+        "label_accuracy": correct / len(y),
     }

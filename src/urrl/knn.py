@@ -1,13 +1,15 @@
-"""Exact nearest neighbours by cosine, among unit vectors."""
+"""Nearest neighbours by cosine, among unit vectors: exact, and by an index where that would take too long."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+EXACT = 300_000**2  # pairs compared, beyond which a CPU asks faiss, if it is installed
 BUFFER = 2**23  # scores held at once, in numbers: 32 MB
 GROUP = 16
 
@@ -21,6 +23,14 @@ def cosine_topk(q: Tensor, k: int, rows: Tensor | None = None) -> Iterator[tuple
     n = len(q)
     k = min(k, n - 1)
     rows = torch.arange(n, device=q.device) if rows is None else rows
+    if n * len(rows) > EXACT and q.device.type == "cpu" and find_spec("faiss"):
+        yield from indexed_topk(q, k, rows)
+    else:
+        yield from _exact(q, k, rows)
+
+
+def _exact(q: Tensor, k: int, rows: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    n = len(q)
     others = F.pad(q, (0, 0, 0, -n % GROUP)).T  # (d, n rounded up to whole groups)
     chunk = max(1, BUFFER // others.shape[1])
     scores = q.new_empty(min(chunk, len(rows)), others.shape[1])  # once: a fresh one per chunk costs a third more
@@ -30,6 +40,30 @@ def cosine_topk(q: Tensor, k: int, rows: Tensor | None = None) -> Iterator[tuple
         s[:, n:] = -torch.inf
         s[torch.arange(len(part), device=q.device), part] = -torch.inf
         yield part, *_topk(s, k)
+
+
+def indexed_topk(q: Tensor, k: int, rows: Tensor, share: int = 64) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """The same from faiss's inverted file: about 4 sqrt(n) cells, of which a row looks into one in `share`, but into
+    16 at least and into as many as hold 8 k others. What lies beyond is missed: `benchmarks/knn_scaling.py` measures how much."""
+    import faiss
+
+    n, d = q.shape
+    faiss.omp_set_num_threads(torch.get_num_threads())
+    vectors = q.float().contiguous().numpy()
+    cells = max(1, min(int(4 * n**0.5), n // 40))  # k-means wants some 40 vectors a cell
+    index = faiss.IndexIVFFlat(faiss.IndexFlatIP(d), d, cells, faiss.METRIC_INNER_PRODUCT)
+    index.train(vectors[:: max(1, n // (64 * cells))])
+    index.add(vectors)
+    index.nprobe = min(cells, max(16, cells // share, 8 * k * cells // n))
+    for part in rows.split(2**14):
+        similarity, neighbour = (torch.from_numpy(t) for t in index.search(vectors[part.numpy()], k + 1))
+        itself = neighbour == part[:, None]
+        itself[~itself.any(1), -1] = True  # not among its own nearest: one too many was found
+        short = (neighbour < 0).any(1).nonzero().squeeze(1)  # cells too small for k
+        similarity, neighbour = (t[~itself].view(len(part), k) for t in (similarity, neighbour))
+        for row in short.tolist():
+            _, similarity[row : row + 1], neighbour[row : row + 1] = next(_exact(q, k, part[row : row + 1]))
+        yield part, similarity, neighbour
 
 
 def _topk(s: Tensor, k: int) -> tuple[Tensor, Tensor]:

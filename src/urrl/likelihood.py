@@ -15,8 +15,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from urrl.labels import Rows
 
-def log_odds(S: Tensor, mu: float | Tensor) -> tuple[Tensor, Tensor]:
+
+def log_odds(S: Tensor | Rows, mu: float | Tensor) -> tuple[Tensor, Tensor]:
     """(log inside, log outside), (n,) each."""
     size, C = S.sum(1).float(), S.shape[1]
     mu = torch.as_tensor(mu, dtype=torch.float32, device=S.device)
@@ -27,6 +29,12 @@ def log_given(S: Tensor, mu: float | Tensor) -> Tensor:
     """log P(S_i | y = c), (n, C), up to a constant a row."""
     inside, outside = log_odds(S, mu)
     return torch.where(S, inside[:, None], outside[:, None])
+
+
+def set_gain(S: Tensor | Rows, mu: float | Tensor) -> Tensor:
+    """log inside - log outside, (n,): what a set says for each of its classes over every other."""
+    inside, outside = log_odds(S, mu)
+    return inside - outside
 
 
 def set_nll(logits: Tensor, S: Tensor, mu: float | Tensor) -> Tensor:

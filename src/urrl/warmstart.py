@@ -6,12 +6,15 @@ names the true label of 80 % of the items, where a random candidate would be rig
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from urrl.knn import cosine_topk
-from urrl.likelihood import estimate_mu, log_given, set_log_likelihood
+from urrl.labels import Rows, weighted_rows
+from urrl.likelihood import estimate_mu, set_gain, set_log_likelihood
 
 SHARPNESS = (0.05, 0.1, 0.2, 0.4, 0.7, 1.0)
 GRID = (0.1, 0.2, 0.35, 0.5, 0.65)  # of mu
@@ -55,41 +58,58 @@ def patch_features(x: Tensor, filters: int = 128, side: int = 6) -> Tensor:
     return torch.cat(features)
 
 
-def neighbour_vote(features: Tensor, S: Tensor, k: int = 200, mu: float | None = None) -> tuple[Tensor, float]:
-    """(P (n, C), mu): for each item the classes by the summed log-likelihood of its neighbours' sets, the item's own
-    set left out.
+class Vote(NamedTuple):
+    """What neighbours say with their sets: for each class the summed log-likelihood of the sets, sharpened."""
 
-    How many of the k neighbours vote, mu, and how sharp the vote is (neighbours are not independent) are chosen without
-    labels, by the likelihood of the items' own sets: over a grid, because it has local optima, on at most 5,000 rows.
-    Give mu where the features were learned from the sets: an item then sits among those that agree with its own set,
-    and mu would come out too small.
+    near: Tensor  # (n, k) int32, nearest first
+    S: Tensor | Rows
+    gain: Tensor  # (n,) log P(S | y in S) - log P(S | y not in S); the rest of a set's likelihood is alike for all y
+    sharp: float  # neighbours are not independent
+    mu: float
+
+    def score(self, rows: Tensor) -> Tensor:
+        """(b, C) log-likelihoods of the neighbours' sets, the item's own set left out."""
+        near = (self.near[part].long() for part in rows.split(4096))
+        return torch.cat([weighted_rows(self.S, part, self.gain[part]) for part in near])
+
+    def on(self, rows: Tensor) -> Tensor:
+        """(b, C) probabilities."""
+        return F.softmax(self.sharp * self.score(rows), 1)
+
+
+def ballot(features: Tensor, S: Tensor | Rows, k: int = 200, mu: float | None = None) -> Vote:
+    """The vote of an item's neighbours among unit vectors (n, d).
+
+    How many of the k neighbours vote, mu, and how sharp the vote is are chosen without labels, by the likelihood of the
+    items' own sets: over a grid, because it has local optima, on at most 5,000 rows. Give mu where the features were
+    learned from the sets: an item then sits among those that agree with its own set, and mu would come out too small.
     """
-    k = min(k, max(10, len(S) // (4 * S.shape[1])))  # a quarter of a class: more would reach into others
-    near = torch.cat([i.gather(1, s.argsort(1, descending=True)) for _, s, i in cosine_topk(features, k)])  # (n, k)
-    some = torch.arange(0, len(S), max(1, len(S) // 5000), device=S.device)
-    best = (-torch.inf, k, GRID[0], SHARPNESS[0])
+    n, n_classes = S.shape
+    k = min(k, max(10, n // (4 * n_classes)))  # a quarter of a class: more would reach into others
+    near = torch.cat([i.gather(1, s.argsort(1, descending=True)).int() for _, s, i in cosine_topk(features, k)])
+    every = torch.arange(n, device=S.device)
+    some = every[:: max(1, n // 5000)]
+    own, best = S[some], (-torch.inf, k, GRID[0], SHARPNESS[0])
     for rate in GRID if mu is None else (mu,):
-        given = log_given(S, rate)
+        gain = set_gain(S, rate)
         for part in sorted({max(1, k // 8), max(1, k // 4), max(1, k // 2), k}):
-            score = _sum_over(near[some, :part], given)
+            score = Vote(near[:, :part], S, gain, 1.0, rate).score(some)
             for sharp in SHARPNESS:
-                likelihood = set_log_likelihood(F.softmax(sharp * score, 1), S[some], rate)
+                likelihood = set_log_likelihood(F.softmax(sharp * score, 1), own, rate)
                 best = max(best, (float(likelihood), part, rate, sharp))
     _, part, rate, sharp = best
-    P = F.softmax(sharp * _sum_over(near[:, :part], log_given(S, rate)), 1)
-    return P, estimate_mu(P, S) if mu is None else mu
+    vote = Vote(near[:, :part], S, set_gain(S, rate), sharp, rate)
+    if mu is None:
+        many = every[:: max(1, n // 100_000)]
+        vote = vote._replace(mu=estimate_mu(vote.on(many), S[many]))
+    return vote
 
 
-def _sum_over(near: Tensor, given: Tensor) -> Tensor:
-    """(n, k) neighbours, (n, C) log-likelihoods -> (n, C) sums."""
-    return torch.cat([F.embedding_bag(part, given, mode="sum") for part in near.split(4096)])
-
-
-def first_vote(x: Tensor, S: Tensor) -> tuple[Tensor, float]:
-    """The vote for raw items. Colour images need features: for 12,000 images of CIFAR-10 at eta = mu = 0.3 the vote on
-    these is right for half of them. Grey images and feature vectors are taken as they are."""
+def raw_features(x: Tensor) -> Tensor:
+    """Unit vectors of raw items. Colour images need features: for 12,000 images of CIFAR-10 at eta = mu = 0.3 the vote
+    on these is right for half of them. Grey images and feature vectors are taken as they are."""
     if x.dim() == 4 and x.shape[1] == 3 and min(x.shape[2:]) >= 12:
         z = principal_components(patch_features(x), 128, whiten=True)
     else:
         z = principal_components(x, 48)
-    return neighbour_vote(F.normalize(z, dim=1), S)
+    return F.normalize(z, dim=1)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from urrl.candidates import CandidateSets
 from urrl.config import option
-from urrl.functional import mixup, renormalise_on, soft_cross_entropy
+from urrl.functional import mixup, renormalise_on, soft_cross_entropy, uniform_on
 from urrl.methods.base import Batch, Step
 from urrl.methods.pico import PiCO, PiCOConfig
 from urrl.nets import Network, Out
@@ -43,7 +43,7 @@ class ALIM(PiCO):
     def __init__(self, net: Network, sets: CandidateSets, config: ALIMConfig):
         super().__init__(net, sets, config)
         n = len(sets.mask)
-        self.register_buffer("w", self.l.clone())
+        self.register_buffer("w", uniform_on(sets.mask))  # dense at any size
         self.register_buffer("log_ratio", torch.zeros(n))  # log of max on S / max outside, at the item's last step
         self.register_buffer("sureness", torch.zeros(n))  # the largest score there
         self.register_buffer("log_lambda", torch.tensor(-torch.inf))

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from urrl import labels
 from urrl.candidates import CandidateSets
 from urrl.functional import softmax_on, uniform_on
 from urrl.nets import Network, Out
@@ -33,21 +34,47 @@ class NoOptions:
 
 class Method(nn.Module):
     """Candidate sets S and label distribution l are buffers, as is whatever a subclass adds: they checkpoint
-    by themselves. `l` sums to 1 and lives on S."""
+    by themselves. `l` sums to 1 and lives on S. Of very many items and classes they are kept sparse: see labels.py."""
 
     Config: ClassVar[type] = NoOptions
     views: tuple[str, ...] = ("weak",)
     bound: ClassVar[str | None] = None  # "upper" or "lower": not a method to use but a line to compare with
     total_epochs: int = 500  # of the run; the loop sets it, schedules are shares of it
-    S: Tensor
-    l: Tensor
+    S: Any  # (n, C) bool, and
+    l: Any  # (n, C): tensors or labels.Rows
+    added: Any  # (n, C): the epoch at which a label entered S, or -1; of the methods that correct S
 
     def __init__(self, net: Network, sets: CandidateSets, config: Any):
         super().__init__()
         self.net = net
         self.config = config
-        self.register_buffer("S", sets.mask.clone())
-        self.register_buffer("l", uniform_on(sets.mask))
+        mask, self.kept = sets.mask, None
+        if mask.numel() <= labels.DENSE:
+            self.register_buffer("S", mask.clone())
+            self.register_buffer("l", uniform_on(mask))
+        else:
+            self.kept = labels.SparseLabels(mask[rows] for rows in labels.row_blocks(mask))
+            self.S, self.l = self.kept.S, self.kept.l
+
+    def keep_additions(self) -> None:
+        """For methods that correct S."""
+        if self.kept is None:
+            self.register_buffer("added", torch.full(self.S.shape, -1, dtype=torch.int16))
+        else:
+            self.added = self.kept.added
+
+    def given(self, rows: Tensor) -> Tensor:
+        """The candidate sets as they came."""
+        return self.S[rows] & (self.added[rows] < 0)
+
+    def enter(self, rows: Tensor, labels: Tensor, share: Tensor, epoch: int) -> None:
+        """A label outside S enters each of these rows, with its share of l before l is rescaled."""
+        if self.kept is not None:
+            return self.kept.enter(rows, labels, share, epoch)
+        self.S[rows, labels] = True
+        self.added[rows, labels] = epoch
+        self.l[rows, labels] = share
+        self.l[rows] /= self.l[rows].sum(1, keepdim=True)
 
     def prepare(self, x: Tensor) -> None:
         """Before the first epoch: a look at the raw training items, in index order."""

@@ -31,11 +31,10 @@ class IRNet(PiCO):
     Config = IRNetConfig
     views = ("weak", "strong", "weak2")
     config: IRNetConfig
-    added: Tensor
 
     def __init__(self, net: Network, sets: CandidateSets, config: IRNetConfig):
         super().__init__(net, sets, config)
-        self.register_buffer("added", torch.full(sets.mask.shape, -1, dtype=torch.int16))  # epoch of an addition
+        self.keep_additions()
 
     def loss(self, batch: Batch) -> Step:
         step = super().loss(batch)
@@ -53,11 +52,7 @@ class IRNet(PiCO):
             return
         lead = self.config.threshold / self.S.shape[1]
         enters, label, p = outsiders(scores[0], scores[1], self.S[batch.index], lead)
-        rows = batch.index[enters]
-        self.S[rows, label] = True
-        self.added[rows, label] = self.epoch.to(torch.int16)
-        self.l[rows, label] = p
-        self.l[rows] /= self.l[rows].sum(1, keepdim=True)
+        self.enter(batch.index[enters], label, p, int(self.epoch))
 
 
 def outsiders(p: Tensor, p2: Tensor, S: Tensor, lead: float) -> tuple[Tensor, Tensor, Tensor]:

@@ -22,10 +22,11 @@ from urrl.config import option
 from urrl.errors import UserError
 from urrl.functional import complement_nll, kl_to, renormalise_on, soft_cross_entropy
 from urrl.knn import cosine_topk
+from urrl.labels import Rows, row_blocks, weighted_rows
 from urrl.likelihood import log_given
 from urrl.methods.base import Batch, Method, Step
 from urrl.nets import Network, Out
-from urrl.warmstart import first_vote, neighbour_vote, principal_components
+from urrl.warmstart import ballot, principal_components, raw_features
 
 
 @dataclass(frozen=True)
@@ -58,14 +59,13 @@ class URRL(Method):
     views: tuple[str, ...] = ("weak", "strong")
     config: URRLConfig
     z: Tensor
-    added: Tensor
     ramp: Tensor
     mu: Tensor
 
     def __init__(self, net: Network, sets: CandidateSets, config: URRLConfig):
         super().__init__(net, sets, config)
         self.register_buffer("z", torch.zeros(sets.n_classes, net.embed_dim))
-        self.register_buffer("added", torch.full(sets.mask.shape, -1, dtype=torch.int16))  # epoch of an addition
+        self.keep_additions()
         self.register_buffer("ramp", torch.ones(()))
         self.register_buffer("mu", torch.tensor(-1.0))  # the unreliable rate by the first vote; negative: none yet
         if config.one_view:
@@ -76,50 +76,50 @@ class URRL(Method):
         """start="vote": a uniform l makes the prototypes almost parallel and keeps pi below phi for many epochs; the
         neighbours in plain image space know better."""
         if self.config.start == "vote":
-            self._follow(*first_vote(x, self.S), epoch=0)
+            vote = ballot(raw_features(x), self.S)
+            self._follow(vote.on, vote.mu, epoch=0)
 
     @torch.no_grad()
     def begin_epoch(self, epoch: int, infer: Callable[[], Out]) -> dict[str, float]:
         c = self.config
         self.ramp.fill_(min(1.0, (epoch + 1) / c.ramp_epochs) if c.ramp_epochs else 1.0)
         out = infer()
-        f = out.logits.softmax(1)
         if c.vote == "labels":
             self.z.copy_(prototypes(out.q, self.l))
             if c.use_correction and epoch >= c.correct_from_epoch:
-                rows, labels, share = corrections(f, out.q, self.l, self.S, c.k, c.tau, c.phi)
-                self._enter(rows, labels, epoch)
+                rows, labels, share = corrections(out.logits.softmax(1), out.q, self.l, self.S, c.k, c.tau, c.phi)
                 # NOTE: the paper does not say what l becomes; the new label enters with its share of the vote.
-                self.l[rows, labels] = share
-                self.l[rows] /= self.l[rows].sum(1, keepdim=True)
+                self.enter(rows, labels, share, epoch)
         else:
             if epoch > 0 or c.start == "uniform":
                 known = self.mu.item() if self.mu >= 0 else None
                 # Whitened: in the embedding as it is, the neighbours are those that the network gave the same label,
                 # and the vote repeats it; the directions that do not tell the classes apart find others.
                 z = F.normalize(principal_components(out.feature, 128, whiten=True), dim=1)
-                vote, mu = neighbour_vote(z, self.S & (self.added < 0), c.k, known)
-                self._follow((f * vote).sqrt(), mu, epoch)
+                vote = ballot(z, self._sets(), c.k, known)
+                self._follow(lambda r: (out.logits[r].softmax(1) * vote.on(r)).sqrt(), vote.mu, epoch)
             self.z.copy_(prototypes(out.q, self.l))
-        return {"corrected_now": int((self.added == epoch).sum())}
+        now = sum(int((self.added[rows] == epoch).sum()) for rows in row_blocks(self.added))
+        return {"corrected_now": now}
 
-    def _enter(self, rows: Tensor, labels: Tensor, epoch: int) -> None:
-        self.S[rows, labels] = True
-        self.added[rows, labels] = epoch
+    def _sets(self) -> Tensor | Rows:
+        """S as it was given."""
+        return self.S & (self.added < 0) if self.kept is None else self.kept.given
 
-    def _follow(self, share: Tensor, mu: float, epoch: int) -> None:
+    def _follow(self, share: Callable[[Tensor], Tensor], mu: float, epoch: int) -> None:
         """vote="sets": l is what the neighbours' sets, as they were given, and the network say together, times the
         likelihood of the item's own set. A vote by the neighbours' l repeats what the network believes; the sets are
-        fresh evidence at every epoch, and the more alike the neighbours become, the more of it adds up."""
+        fresh evidence at every epoch, and the more alike the neighbours become, the more of it adds up.
+        share: rows (b,) -> (b, C)."""
         c = self.config
         self.mu.fill_(mu)
-        given = self.S & (self.added < 0)
-        share = (share.clamp_min(1e-8).log() + log_given(given, mu)).softmax(1)
-        best, label = share.max(1)
-        if c.use_correction and epoch >= c.correct_from_epoch:
-            enters = (best > c.phi) & ~self.S[torch.arange(len(label), device=label.device), label]
-            self._enter(enters.nonzero().squeeze(1), label[enters], epoch)
-        self.l.copy_(renormalise_on(self.S, share))
+        for rows in row_blocks(self.S):
+            p = (share(rows).clamp_min(1e-8).log() + log_given(self.given(rows), mu)).softmax(1)
+            if c.use_correction and epoch >= c.correct_from_epoch:
+                best, label = p.max(1)
+                enters = (best > c.phi) & ~self.S[rows].gather(1, label[:, None]).squeeze(1)
+                self.enter(rows[enters], label[enters], best[enters], epoch)
+            self.l[rows] = renormalise_on(self.S[rows], p)
 
     def loss(self, batch: Batch) -> Step:
         return self._one_view_loss(batch) if self.config.one_view else self._paper_loss(batch)
@@ -175,12 +175,12 @@ class URRL(Method):
             super().refine(batch, step)
 
 
-def prototypes(q: Tensor, l: Tensor) -> Tensor:
+def prototypes(q: Tensor, l: Tensor | Rows) -> Tensor:
     """z_c = Normalize(mean over i of q_i l_i^c): (C, d)."""
-    return F.normalize(l.T @ q / len(q), dim=1)
+    return F.normalize(torch.stack([l[rows].T @ q[rows] for rows in row_blocks(l)]).sum(0) / len(q), dim=1)
 
 
-def corrections(f: Tensor, q: Tensor, l: Tensor, S: Tensor, k: int, tau: float, phi: float
+def corrections(f: Tensor, q: Tensor, l: Tensor | Rows, S: Tensor | Rows, k: int, tau: float, phi: float
                 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(rows, labels, shares) of what enters S: argmax of pi = f/2 + vote/2 where it is outside S and above phi.
 
@@ -188,14 +188,14 @@ def corrections(f: Tensor, q: Tensor, l: Tensor, S: Tensor, k: int, tau: float, 
     and only those are searched. Exact.
     """
     slack = 1e-5  # for the rounding of the vote's sum
-    possible = (f.masked_fill(S, 0).amax(1) > 2 * phi - 1 - slack).nonzero().squeeze(1)
-    rows, labels, shares = [possible[:0]], [possible[:0]], [f[:0, 0]]
+    can = [f[rows].masked_fill(S[rows], 0).amax(1) > 2 * phi - 1 - slack for rows in row_blocks(S)]
+    possible = torch.cat(can).nonzero().squeeze(1)
+    found = [(possible[:0], possible[:0], q[:0, 0])]
     for row, similarity, neighbour in cosine_topk(q, k, possible):
         w = (similarity / tau).softmax(1)  # (b, K)
-        vote = F.embedding_bag(neighbour, l, per_sample_weights=w, mode="sum")  # (b, C): sum over K of w l
+        vote = weighted_rows(l, neighbour, w)  # (b, C)
         share, label = (f[row] / 2 + vote / 2).max(1)
-        enters = (share > phi) & ~S[row, label]
-        rows.append(row[enters])
-        labels.append(label[enters])
-        shares.append(share[enters])
-    return torch.cat(rows), torch.cat(labels), torch.cat(shares)
+        enters = (share > phi) & ~S[row].gather(1, label[:, None]).squeeze(1)
+        found.append((row[enters], label[enters], share[enters]))
+    rows, labels, shares = (torch.cat(part) for part in zip(*found))
+    return rows, labels, shares
