@@ -43,8 +43,8 @@ def _exact(q: Tensor, k: int, rows: Tensor) -> Iterator[tuple[Tensor, Tensor, Te
 
 
 def indexed_topk(q: Tensor, k: int, rows: Tensor, share: int = 64) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """The same from faiss's inverted file: about 4 sqrt(n) cells, of which a row looks into one in `share`, but into
-    16 at least and into as many as hold 8 k others. What lies beyond is missed: `benchmarks/knn_scaling.py` measures how much."""
+    """The same from faiss's inverted file: about 4 sqrt(n) cells, of which a row looks into one in `share`, but into 16
+    at least and into as many as hold 8 k others. What lies beyond is missed: see benchmarks/knn_scaling.py."""
     import faiss
 
     n, d = q.shape
