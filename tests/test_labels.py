@@ -96,7 +96,7 @@ def train(method, x, epochs=3):
 
 
 FAST_FORM = {"start": "vote", "vote": "sets", "one_view": "weak"}
-FORMS = [
+FORMS: list[tuple[str, dict]] = [
     ("urrl", dict(phi=0.2, k=15, **PAPER_FORM)),
     ("urrl", dict(phi=0.2, k=15, **FAST_FORM)),
     ("irnet", dict(start=0.0, threshold=0.0)),
@@ -104,7 +104,7 @@ FORMS = [
 ]
 
 
-@pytest.mark.parametrize("name, options", FORMS, ids=[f"{name}{len(options) or ''}" for name, options in FORMS])
+@pytest.mark.parametrize("name, options", FORMS)
 def test_every_method_learns_the_same_from_sparse_state(name, options, monkeypatch, blocks):
     rng = torch.Generator().manual_seed(4)
     y = torch.arange(N) % C
