@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -183,6 +185,9 @@ def train(run: Run, dataset: Dataset, splits: Splits, sets: CandidateSets, folde
     shape = tuple(splits.train.x.shape[1:])
     method = build_method(run, shape, given, device)
     net = method.net
+
+    if t.compile and not any(shutil.which(name) for name in (os.environ.get("CXX", "c++"), "g++", "clang++", "cl")):
+        raise UserError("option compile takes a C++ compiler, and there is none on the PATH")
 
     # All that can be refused has been: only now is the folder touched.
     if done := open_folder(folder, run, resume):

@@ -60,12 +60,18 @@ def fit(method: Method, x: Tensor, policy: AnyPolicy, training: Training, seed: 
     optimiser = torch.optim.SGD(
         _parameter_groups(net, training), training.lr, training.momentum, nesterov=training.nesterov
     )
+    half = half_precision(x.device)
+    scaler = torch.amp.GradScaler(x.device.type, enabled=half == torch.float16)
+    if training.compile:
+        net.compile(dynamic=True)  # after the copy for the averaged weights, which runs too seldom to pay
     state = State()
     if folder and resume and (saved := checkpoint.load_epoch(folder, show.say)):
         method.load_state_dict(saved["method"])
         optimiser.load_state_dict(saved["optimiser"])
         if average is not None:
             average.load_state_dict(saved["average"])
+        if scaler.is_enabled():
+            scaler.load_state_dict(saved["scaler"])
         state = State(**saved["state"])
     # A killed run can have written a line that its checkpoint does not know: the checkpoint is right.
     if folder:
@@ -76,7 +82,7 @@ def fit(method: Method, x: Tensor, policy: AnyPolicy, training: Training, seed: 
     show.start(training.epochs, steps, state.epoch)
     if state.epoch == 0:
         began = time.perf_counter()
-        with FlopCounterMode(display=False) as counter:
+        with counted(training.compile) as counter:
             method.prepare(x if x.dim() > 2 else normalise(x, policy))  # features may be of any scale
         state.flops += counter.get_total_flops()
         state.seconds += time.perf_counter() - began
@@ -86,7 +92,7 @@ def fit(method: Method, x: Tensor, policy: AnyPolicy, training: Training, seed: 
         began = time.perf_counter()
         torch.manual_seed(derive_seed(seed, "method", epoch))
         method.train()
-        with FlopCounterMode(display=False) as counter:
+        with counted(training.compile) as counter:
             figures = method.begin_epoch(epoch, lambda: infer(judged, x, policy))
         state.flops += counter.get_total_flops()
         prepared = time.perf_counter()
@@ -98,13 +104,15 @@ def fit(method: Method, x: Tensor, policy: AnyPolicy, training: Training, seed: 
             for group in optimiser.param_groups:
                 group["lr"] = rate
             # The first step's operations are counted, and stand for the epoch's other steps.
-            with FlopCounterMode(display=False) if number == 0 else contextlib.nullcontext(counter) as counter:
-                step = method.loss(batch)
+            with counted(training.compile) if number == 0 else contextlib.nullcontext(counter) as counter:
+                with torch.autocast(x.device.type, half, enabled=half is not None):
+                    step = method.loss(batch)
                 optimiser.zero_grad(set_to_none=True)
-                step.total.backward()
+                scaler.scale(step.total).backward()
             if number == 0:
                 state.flops += round(counter.get_total_flops() * len(x) / len(batch.index))
-            optimiser.step()
+            scaler.step(optimiser)
+            scaler.update()
             if average is not None:
                 _average(average, net, training.ema, epoch * steps + number)
             method.refine(batch, step)
@@ -117,7 +125,7 @@ def fit(method: Method, x: Tensor, policy: AnyPolicy, training: Training, seed: 
             raise Diverged(f"the weights overflowed in epoch {epoch + 1} (learning rate {rate:.4g})")
         trained = time.perf_counter()
 
-        with FlopCounterMode(display=False) as counter:
+        with counted(training.compile) as counter:
             exam = examine(judged)
         state.flops += counter.get_total_flops()
         state.epoch = epoch + 1
@@ -145,6 +153,7 @@ def fit(method: Method, x: Tensor, policy: AnyPolicy, training: Training, seed: 
                     "method": method.state_dict(),
                     "optimiser": optimiser.state_dict(),
                     "average": average.state_dict() if average is not None else None,
+                    "scaler": scaler.state_dict(),
                     "state": vars(state),
                 },
             )
@@ -152,6 +161,21 @@ def fit(method: Method, x: Tensor, policy: AnyPolicy, training: Training, seed: 
                 file.write(json.dumps(record) + "\n")
         show.epoch(record)
     return state
+
+
+def half_precision(device: torch.device) -> torch.dtype | None:
+    """What a step computes in where that is faster: on CUDA alone; losses are float32 everywhere."""
+    if device.type != "cuda":
+        return None
+    return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+
+
+@contextlib.contextmanager
+def counted(compiled: bool) -> Iterator[FlopCounterMode]:
+    """Counts operations; a compiled network runs uncompiled for it, since the counter does not see into its code."""
+    eager = torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()  # its import is slow
+    with eager, FlopCounterMode(display=False) as counter:
+        yield counter
 
 
 def _merit(exam: dict[str, Any], epoch: int) -> float:

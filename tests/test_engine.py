@@ -1,0 +1,50 @@
+"""What the loop can do on machines with more than two cores."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from tests.runs import TINY, call
+from urrl import train
+from urrl.nets import Network
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("plain") / "run"
+    assert call(*TINY, "--out", folder).code == 0
+    return json.loads((folder / "result.json").read_text())
+
+
+def test_a_compiled_run_learns_the_same_and_counts_the_same(plain, tmp_path, monkeypatch):
+    compiled = []
+
+    def traced(self, **options):  # the compiler proper would take minutes
+        compiled.append(options)
+        nn.Module.compile(self, backend="eager", **options)
+
+    monkeypatch.setattr(Network, "compile", traced)
+    done = call(*TINY, "--set", "compile=true", "--out", tmp_path / "run")
+    assert done.code == 0 and compiled == [{"dynamic": True}]
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert result["train_flops"] == plain["train_flops"]
+    assert result["test_accuracy"] == pytest.approx(plain["test_accuracy"], abs=0.05)
+
+
+def test_compiling_without_a_compiler_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    done = call(*TINY, "--set", "compile=true", "--out", tmp_path / "run")
+    assert done.code == 2 and "C++ compiler" in done.err and not (tmp_path / "run").exists()
+
+
+def test_half_precision_is_for_gpus(plain, tmp_path, monkeypatch):
+    assert train.half_precision(torch.device("cpu")) is None
+    assert train.half_precision(torch.device("mps")) is None
+    monkeypatch.setattr(train, "half_precision", lambda device: torch.bfloat16)  # as on a GPU, slow here
+    done = call(*TINY, "--out", tmp_path / "run")
+    assert done.code == 0
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert result["test_accuracy"] == pytest.approx(plain["test_accuracy"], abs=0.1)
