@@ -20,7 +20,7 @@ from urrl.methods.alim import ALIM, missing_rate, quantile
 from urrl.methods.cc import CC
 from urrl.methods.cr_dpll import CRDPLL, CRDPLLConfig
 from urrl.methods.irnet import IRNet, outsiders
-from urrl.methods.pico import PiCO, PiCOConfig, attract_label, moved
+from urrl.methods.pico import ExpSum, PiCO, PiCOConfig, attract_label, moved
 from urrl.methods.pico_plus import PiCOPlus, PiCOPlusConfig
 from urrl.methods.proden import PRODEN
 from urrl.methods.rabs import RABS, RABSConfig, candidate_losses
@@ -526,3 +526,14 @@ def test_a_resumed_run_ends_with_the_same_bits(name, tmp_path):
     whole, resumed = outcome(tmp_path / "whole"), outcome(stopped)
     assert [record["epoch"] for record in resumed["metrics"]] == [0, 1, 2, 3]
     assert_same(whole | {"files": None}, resumed | {"files": None})
+
+
+def test_gradient_of_the_sum_over_keys():
+    rng = torch.Generator().manual_seed(0)
+    q, keys = unit_rows(5, 8, rng).requires_grad_(), unit_rows(40, 8, rng)
+    (slow,) = torch.autograd.grad(((q @ keys.T / 0.1).exp().sum(1).log() * torch.arange(5)).sum(), q)
+    (fast,) = torch.autograd.grad((ExpSum.apply(q, keys, 0.1).log() * torch.arange(5)).sum(), q)
+    torch.testing.assert_close(fast, slow)
+    with torch.autocast("cpu", torch.bfloat16):
+        half = ExpSum.apply(q, keys, 0.1)
+    torch.testing.assert_close(half, ExpSum.apply(q, keys, 0.1))

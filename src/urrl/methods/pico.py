@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -153,7 +154,23 @@ def attract_label(q: Tensor, label: Tensor, rest: Tensor, rest_label: Tensor, n_
 def log_everyone(q: Tensor, rest: Tensor, tau: float) -> Tensor:
     """(B,): log of the sum over A. exp cannot overflow, because |q . a| is at most 1 and tau at least 0.02."""
     queries = (q @ q.T / tau).fill_diagonal_(-torch.inf)  # no query is in its own A
-    return (queries.exp().sum(1) + (q / tau @ rest.T).exp().sum(1)).log()
+    return (queries.exp().sum(1) + ExpSum.apply(q, rest, tau)).log()
+
+
+class ExpSum(torch.autograd.Function):
+    """(B,): sum over the rows a of keys of exp(q . a / tau); keys are constants. The gradient, the same sum with each
+    term times a / tau, is made at once: the (B, keys) matrix, large beside a small network, does not live long."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, keys: Tensor, tau: float) -> Tensor:
+        with torch.autocast(q.device.type, enabled=False):  # half precision has no room for exp(1 / tau)
+            e = (q.float() @ keys.float().T).div_(tau).exp_()
+            ctx.save_for_backward(e @ keys.float() / tau)
+        return e.sum(1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return grads[0][:, None] * ctx.saved_tensors[0], None, None
 
 
 def label_mean(q: Tensor, label: Tensor, rest: Tensor, rest_label: Tensor, n_classes: int) -> Tensor:
