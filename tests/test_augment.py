@@ -313,7 +313,8 @@ def test_strong_is_crop_then_cutout_then_the_two_operations() -> None:
     x, policy = images(240), replace(RAW, flip=True, pad=4, cutout=16, autoaugment=True)
     got = pixels(strong(x, policy, seeded(8))).permute(0, 2, 3, 1).numpy()
     g = seeded(8)
-    cut = augment._cutout(augment._flip_crop(x, policy, g), policy.cutout, g)
+    rows = augment.Rows(slice(None), len(x))
+    cut = augment._cutout(augment._flip_crop(x, policy, g, rows), policy.cutout, g, rows)
     op, magnitude = augment.draw_operations(len(x), g)
     exact = 0
     for i, image in enumerate(cut.permute(0, 3, 1, 2)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shlex
 import sys
@@ -147,12 +148,13 @@ def main() -> int:
     """The program: one line and exit code 2 for a user's mistake, never a traceback for it."""
     arguments = sys.argv[1:]
     try:
-        parsed = parser().parse_args(arguments)
-        if parsed.command is None:
-            parser().print_help()
+        with _processes():
+            parsed = parser().parse_args(arguments)
+            if parsed.command is None:
+                parser().print_help()
+                return 0
+            parsed.run(parsed)
             return 0
-        parsed.run(parsed)
-        return 0
     except UserError as error:
         print(f"urrl: {error}", file=sys.stderr)
         return 2
@@ -168,6 +170,15 @@ def main() -> int:
         return 130
 
 
+def _processes() -> contextlib.AbstractContextManager[None]:
+    """One job of all processes, where torchrun started several."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ or os.environ["WORLD_SIZE"] == "1":
+        return contextlib.nullcontext()
+    from urrl.distributed import job
+
+    return job()
+
+
 def _torch(args: argparse.Namespace) -> None:
     """Settings of the machine, before any work."""
     import torch
@@ -180,6 +191,7 @@ def _torch(args: argparse.Namespace) -> None:
 
 
 def _train(args: argparse.Namespace) -> None:
+    from urrl import distributed
     from urrl.config import parse_settings
     from urrl.run import make_run, train
     from urrl.train import Diverged
@@ -190,26 +202,33 @@ def _train(args: argparse.Namespace) -> None:
             raise UserError("epochs is given twice: by --epochs and by --set")
         settings["epochs"] = args.epochs
     _torch(args)
-    run, dataset, splits, sets = make_run(
+    run, dataset, splits, sets = distributed.in_turn(lambda: make_run(
         args.dataset, args.method, args.recipe, settings, eta=args.eta, mu=args.mu, convention=args.convention,
         seed=args.seed, split_kind=args.split, subset=args.subset, data_dir=args.data_dir, candidates=args.candidates,
-    )  # fmt: skip
+    ))  # fmt: skip
     rates = [f"{rate}{value}" for rate, value in (("eta", run.eta), ("mu", run.mu)) if value is not None]
     fold = [run.split.replace(":", "")] if run.split.startswith("fold") else []
     name = "-".join([run.dataset, run.method, *rates, run.recipe, *fold, f"seed{run.seed}"])
     folder = args.out or Path("runs", name)
     try:
-        result = train(run, dataset, splits, sets, folder, args.resume, args.device, _progress(args))
+        resume = args.resume or distributed.restarted()
+        result = train(run, dataset, splits, sets, folder, resume, args.device, _progress(args))
     except Diverged as error:
-        print(f"urrl: {error}; {folder} keeps what was good before", file=sys.stderr)
+        if distributed.rank() == 0:
+            print(f"urrl: {error}; {folder} keeps what was good before", file=sys.stderr)
         sys.exit(1)
-    _print_result(result, folder)
+    except distributed.Lost as error:
+        print(f"urrl: {error}; --resume goes on from the last epoch in {folder}", file=sys.stderr)
+        sys.exit(1)
+    if distributed.rank() == 0:
+        _print_result(result, folder)
 
 
 def _progress(args: argparse.Namespace, label: str = "") -> Any:
+    from urrl.distributed import rank
     from urrl.progress import Progress
 
-    return Progress(args.quiet, label)
+    return Progress(args.quiet or rank() > 0, label)
 
 
 def _print_result(r: dict[str, Any], folder: Path) -> None:

@@ -39,6 +39,7 @@ class Training:
     ema: float = option(0.0, "decay of the averaged weights that are evaluated; 0 = none", 0, 1)
     flip_test: bool = option(False, "test and predict with the mean over the image and its mirror image")
     compile: bool = option(False, "torch.compile the network; takes a C++ compiler and a minute or two at the start")
+    sync_bn: bool = option(False, "under torchrun: batch normalisation over the rows of all processes")
     patience: int = option(25, "stop after so many epochs without a better validation; 0 = never", 0)
 
     def __post_init__(self) -> None:

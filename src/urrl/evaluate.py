@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from urrl import distributed
 from urrl.data import Part
 from urrl.data.augment import AnyPolicy, normalise
 from urrl.labels import row_blocks
@@ -18,18 +19,18 @@ from urrl.nets import Network, Out
 @torch.no_grad()
 def infer(net: Network, x: Tensor, policy: AnyPolicy, flip: bool = False, batch: int = 1000) -> Out:
     """Outputs for all of x, eval mode, un-augmented, in order; with `flip`, log of the mean probability over
-    the image and its mirror image in place of the logits."""
+    the image and its mirror image in place of the logits. Of several processes each has its share of every piece."""
     was_training = net.training
     net.eval()
     device = next(net.parameters()).device
     outs = []
-    for part in x.split(batch):
-        views = normalise(part.to(device), policy)
+    for part in x.split(batch * distributed.world()):
+        views = normalise(part[distributed.share(len(part))].to(device), policy)
         out = net(views)
         if flip:
             mirrored = net(views.flip(3)).logits
             out = out._replace(logits=(out.logits.softmax(1) + mirrored.softmax(1)).div(2).log())
-        outs.append(Out(*(t.float() for t in out)))
+        outs.append(Out(*distributed.gather([t.float() for t in out], len(part))))
     net.train(was_training)
     return Out(*(torch.cat(parts) for parts in zip(*outs)))
 

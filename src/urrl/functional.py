@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from urrl.distributed import partners
+
 
 def uniform_on(S: Tensor) -> Tensor:
     return S.float() / S.sum(1, keepdim=True)
@@ -58,5 +60,5 @@ def mixup(x: Tensor, target: Tensor, alpha: float) -> tuple[Tensor, Tensor]:
     the item's own."""
     lam = torch.distributions.Beta(alpha, alpha).sample().to(x.device)
     lam = torch.maximum(lam, 1 - lam)
-    partner = torch.randperm(len(x)).to(x.device)
-    return lam * x + (1 - lam) * x[partner], lam * target + (1 - lam) * target[partner]
+    partner = torch.randperm(len(target)).to(x.device)
+    return lam * x + (1 - lam) * partners(x, partner), lam * target + (1 - lam) * target[partner]

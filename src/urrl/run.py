@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import shutil
 import time
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 
 import urrl
-from urrl import checkpoint
+from urrl import checkpoint, distributed
 from urrl.candidates import CandidateSets, generate, make_unreliable
 from urrl.config import Run, Training, by_size, resolve
 from urrl.data import Dataset, Splits, hold_out, load, split
@@ -158,7 +159,10 @@ def build_method(run: Run, shape: tuple[int, ...], given: CandidateSets, device:
     net = build_network(t.net, shape, given.n_classes, t.width, t.embed_dim, t.head)
     if len(shape) == 3:
         net = net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # twice as fast on CPUs
-    return METHODS[run.method](net, given, run.options).to(pick_device(device))
+    method = METHODS[run.method](net, given, run.options).to(pick_device(device))
+    if t.sync_bn:
+        distributed.synchronise(method)
+    return method
 
 
 def learn(method: Method, splits: Splits, given: CandidateSets, policy: AnyPolicy, training: Training, seed: int,
@@ -185,29 +189,32 @@ def train(run: Run, dataset: Dataset, splits: Splits, sets: CandidateSets, folde
     shape = tuple(splits.train.x.shape[1:])
     method = build_method(run, shape, given, device)
     net = method.net
+    smallest = len(splits.train.x) // math.ceil(len(splits.train.x) / t.batch_size)
+    if (world := distributed.world()) > 1 and smallest < 2 * world and not t.sync_bn:
+        raise UserError(f"{smallest} items a batch leave some of {world} processes fewer than 2, too few for batch "
+                        f"normalisation: --set sync_bn=true normalises over all processes")  # fmt: skip
+
+    def take_folder() -> dict[str, Any] | None:
+        if done := open_folder(folder, run, resume):
+            return done
+        for left in folder.glob("*.part"):  # by a process that was killed
+            left.unlink()
+        saved_sets = folder / "candidates.npz"
+        if not saved_sets.exists():
+            sets.save(saved_sets)
+        elif CandidateSets.load(saved_sets).sha256 != sets.sha256:
+            raise UserError(f"{saved_sets}: are not the candidate sets of this run")
+        return None
 
     if t.compile and not any(shutil.which(name) for name in (os.environ.get("CXX", "c++"), "g++", "clang++", "cl")):
         raise UserError("option compile takes a C++ compiler, and there is none on the PATH")
 
     # All that can be refused has been: only now is the folder touched.
-    if done := open_folder(folder, run, resume):
+    if done := distributed.on_first(take_folder):
         return done
-    for left in folder.glob("*.part"):  # by a process that was killed
-        left.unlink()
-    saved_sets = folder / "candidates.npz"
-    if saved_sets.exists():
-        if CandidateSets.load(saved_sets).sha256 != sets.sha256:
-            raise UserError(f"{saved_sets}: are not the candidate sets of this run")
-    else:
-        sets.save(saved_sets)
 
     state = learn(method, splits, given, policy, t, run.seed, folder, resume, show)
     test_accuracy = part_accuracy(net, splits.test, policy, t.flip_test)  # the test part is touched here, once
-    augment = dataset.augment if isinstance(dataset.augment, str) else dataclasses.asdict(policy)
-    checkpoint.save(folder / checkpoint.MODEL, {"weights": state.best_weights, "classes": list(dataset.classes),
-                                                "shape": list(shape), "augment": augment})  # fmt: skip
-    noise = "" if run.eta is None else f", η={run.eta}, μ={run.mu}"
-    draw_curves(state.history, folder / "curves.png", f"{run.method} on {run.dataset}{noise}")
     result = {
         "method": run.method,
         "dataset": run.dataset,
@@ -221,6 +228,7 @@ def train(run: Run, dataset: Dataset, splits: Splits, sets: CandidateSets, folde
         **{key: value for key, value in state.history[state.best_epoch].items() if key.startswith("val_")},
         "best_epoch": state.best_epoch,
         "epochs": state.epoch,
+        "processes": distributed.world(),
         "seconds": round(state.seconds, 3),
         "train_flops": state.flops,
         "samples_per_second": round(len(splits.train.x) * state.epoch / state.seconds, 1),
@@ -233,5 +241,11 @@ def train(run: Run, dataset: Dataset, splits: Splits, sets: CandidateSets, folde
         "version": urrl.__version__,
         "date": time.strftime("%Y-%m-%d"),
     }
-    write_json(folder / "result.json", result)
+    if distributed.rank() == 0:
+        augment = dataset.augment if isinstance(dataset.augment, str) else dataclasses.asdict(policy)
+        checkpoint.save(folder / checkpoint.MODEL, {"weights": state.best_weights, "classes": list(dataset.classes),
+                                                    "shape": list(shape), "augment": augment})  # fmt: skip
+        noise = "" if run.eta is None else f", η={run.eta}, μ={run.mu}"
+        draw_curves(state.history, folder / "curves.png", f"{run.method} on {run.dataset}{noise}")
+        write_json(folder / "result.json", result)
     return result

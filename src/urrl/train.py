@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import json
 import math
 import time
@@ -20,9 +21,9 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from urrl import checkpoint
+from urrl import checkpoint, distributed
 from urrl.config import Training
-from urrl.data.augment import AnyPolicy, make_views, normalise
+from urrl.data.augment import AnyPolicy, Rows, make_views, normalise
 from urrl.evaluate import infer
 from urrl.files import write_text
 from urrl.methods import Batch, Method
@@ -65,7 +66,8 @@ def fit(method: Method, x: Tensor, policy: AnyPolicy, training: Training, seed: 
     if training.compile:
         net.compile(dynamic=True)  # after the copy for the averaged weights, which runs too seldom to pay
     state = State()
-    if folder and resume and (saved := checkpoint.load_epoch(folder, show.say)):
+    load = functools.partial(checkpoint.load_epoch, folder, show.say) if folder and resume else None
+    if load and (saved := distributed.on_first(load)):
         method.load_state_dict(saved["method"])
         optimiser.load_state_dict(saved["optimiser"])
         if average is not None:
@@ -74,6 +76,8 @@ def fit(method: Method, x: Tensor, policy: AnyPolicy, training: Training, seed: 
             scaler.load_state_dict(saved["scaler"])
         state = State(**saved["state"])
     # A killed run can have written a line that its checkpoint does not know: the checkpoint is right.
+    if distributed.rank() > 0:
+        folder = None  # the first process writes
     if folder:
         write_text(folder / "metrics.jsonl", "".join(json.dumps(record) + "\n" for record in state.history))
 
@@ -84,7 +88,7 @@ def fit(method: Method, x: Tensor, policy: AnyPolicy, training: Training, seed: 
         began = time.perf_counter()
         with counted(training.compile) as counter:
             method.prepare(x if x.dim() > 2 else normalise(x, policy))  # features may be of any scale
-        state.flops += counter.get_total_flops()
+        state.flops += _operations(counter)
         state.seconds += time.perf_counter() - began
     for epoch in range(state.epoch, training.epochs):
         if training.patience and epoch - state.best_epoch > training.patience:
@@ -94,7 +98,7 @@ def fit(method: Method, x: Tensor, policy: AnyPolicy, training: Training, seed: 
         method.train()
         with counted(training.compile) as counter:
             figures = method.begin_epoch(epoch, lambda: infer(judged, x, policy))
-        state.flops += counter.get_total_flops()
+        state.flops += _operations(counter)
         prepared = time.perf_counter()
 
         sums: dict[str, Tensor] = {}
@@ -110,7 +114,8 @@ def fit(method: Method, x: Tensor, policy: AnyPolicy, training: Training, seed: 
                 optimiser.zero_grad(set_to_none=True)
                 scaler.scale(step.total).backward()
             if number == 0:
-                state.flops += round(counter.get_total_flops() * len(x) / len(batch.index))
+                state.flops += round(_operations(counter) * len(x) / len(batch.index))
+            distributed.sum_gradients(net)
             scaler.step(optimiser)
             scaler.update()
             if average is not None:
@@ -123,11 +128,12 @@ def fit(method: Method, x: Tensor, policy: AnyPolicy, training: Training, seed: 
             show.step()
         if not all(bool(torch.isfinite(p).all()) for p in net.parameters()):
             raise Diverged(f"the weights overflowed in epoch {epoch + 1} (learning rate {rate:.4g})")
+        distributed.average_statistics(method, judged)
         trained = time.perf_counter()
 
         with counted(training.compile) as counter:
             exam = examine(judged)
-        state.flops += counter.get_total_flops()
+        state.flops += _operations(counter)
         state.epoch = epoch + 1
         merit = _merit(exam, epoch)
         if merit >= state.best:  # a tie counts as better, as in the authors' code
@@ -187,11 +193,17 @@ def _merit(exam: dict[str, Any], epoch: int) -> float:
 
 def batches(x: Tensor, policy: AnyPolicy, views: tuple[str, ...], size: int, rng: torch.Generator) -> Iterator[Batch]:
     """Every item once, in a random order, in batches of as equal a size as can be (a last batch of one item would
-    break batch normalisation)."""
+    break batch normalisation). Of several processes each has the views of its share."""
     order = torch.randperm(len(x), generator=rng)
     for index in order.tensor_split(math.ceil(len(x) / size)):
         index = index.to(x.device)
-        yield Batch(index, make_views(x[index], views, policy, rng))
+        own = distributed.share(len(index))
+        yield Batch(index, make_views(x[index[own]], views, policy, rng, Rows(own, len(index))))
+
+
+def _operations(counter: FlopCounterMode) -> int:
+    """By all processes."""
+    return int(distributed.summed(torch.tensor(counter.get_total_flops())))
 
 
 def learning_rate(step: int, steps: int, training: Training) -> float:

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from urrl.distributed import gather, share
 from urrl.knn import cosine_topk
 from urrl.labels import Rows, weighted_rows
 from urrl.likelihood import estimate_mu, set_gain, set_log_likelihood
@@ -86,8 +87,10 @@ def ballot(features: Tensor, S: Tensor | Rows, k: int = 200, mu: float | None = 
     """
     n, n_classes = S.shape
     k = min(k, max(10, n // (4 * n_classes)))  # a quarter of a class: more would reach into others
-    near = torch.cat([i.gather(1, s.argsort(1, descending=True)).int() for _, s, i in cosine_topk(features, k)])
     every = torch.arange(n, device=S.device)
+    own = every[share(n)]  # of several processes each searches its part
+    near = torch.cat([i.gather(1, s.argsort(1, descending=True)).int() for _, s, i in cosine_topk(features, k, own)])
+    (near,) = gather([near], n)
     some = every[:: max(1, n // 5000)]
     own, best = S[some], (-torch.inf, k, GRID[0], SHARPNESS[0])
     for rate in GRID if mu is None else (mu,):

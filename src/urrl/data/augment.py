@@ -16,11 +16,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Generator, Tensor
+
+from urrl.distributed import gather
 
 __all__ = ["POLICIES", "Policy", "make_views", "normalise", "picture", "save_picture", "strong", "weak"]
 
@@ -77,41 +79,53 @@ def normalise(x: Tensor, policy: AnyPolicy) -> Tensor:
     return _to_float(x.permute(0, 2, 3, 1).contiguous(), policy)
 
 
-def weak(x: Tensor, policy: AnyPolicy, generator: Generator) -> Tensor:
-    if isinstance(policy, Features):
-        return _perturb(x, policy, 1, generator)
-    return _to_float(_flip_crop(x, policy, generator), policy)
+class Rows(NamedTuple):
+    """Which rows of a batch the items are. Draws are made for the whole batch, so that an item's views do not depend on
+    how many processes share it."""
+
+    own: slice
+    total: int
 
 
-def strong(x: Tensor, policy: AnyPolicy, generator: Generator) -> Tensor:
+def weak(x: Tensor, policy: AnyPolicy, generator: Generator, rows: Rows | None = None) -> Tensor:
+    rows = rows or Rows(slice(None), len(x))
     if isinstance(policy, Features):
-        return _perturb(x, policy, 2, generator)
-    x = _flip_crop(x, policy, generator)
+        return _perturb(x, policy, 1, generator, rows)
+    return _to_float(_flip_crop(x, policy, generator, rows), policy)
+
+
+def strong(x: Tensor, policy: AnyPolicy, generator: Generator, rows: Rows | None = None) -> Tensor:
+    rows = rows or Rows(slice(None), len(x))
+    if isinstance(policy, Features):
+        return _perturb(x, policy, 2, generator, rows)
+    x = _flip_crop(x, policy, generator, rows)
     if policy.cutout:
         # NOTE: the hole is cut in raw pixels, before AutoAugment, as the authors do: a later Invert or
         # Brightness changes its grey, a later Rotate moves it.
-        x = _cutout(x, policy.cutout, generator)
+        x = _cutout(x, policy.cutout, generator, rows)
     if policy.autoaugment:
-        for op, magnitude in zip(*draw_operations(len(x), generator), strict=True):
-            x = apply_operations(x, op, magnitude)
+        for op, magnitude in zip(*draw_operations(rows.total, generator), strict=True):
+            x = apply_operations(x, op[rows.own], magnitude[rows.own])
     return _to_float(x, policy)
 
 
-VIEWS: dict[str, Callable[[Tensor, AnyPolicy, Generator], Tensor]] = {
-    "plain": lambda x, policy, _: normalise(x, policy),
+VIEWS: dict[str, Callable[[Tensor, AnyPolicy, Generator, Rows | None], Tensor]] = {
+    "plain": lambda x, policy, *_: normalise(x, policy),
     "weak": weak,
     "strong": strong,
 }
 
 
-def make_views(x: Tensor, names: tuple[str, ...], policy: AnyPolicy, generator: Generator) -> dict[str, Tensor]:
-    """One independent view per name: plain, weak or strong, with any suffix ("strong2")."""
+def make_views(x: Tensor, names: tuple[str, ...], policy: AnyPolicy, generator: Generator, rows: Rows | None = None
+               ) -> dict[str, Tensor]:  # fmt: skip
+    """One independent view per name: plain, weak or strong, with any suffix ("strong2"). Without `rows` x is a whole
+    batch."""
     views = {}
     for name in names:
         view = next((make for kind, make in VIEWS.items() if name.startswith(kind)), None)
         if view is None:
             raise ValueError(f"unknown view {name!r}: a name starts with {', '.join(VIEWS)}")
-        views[name] = view(x, policy, generator)
+        views[name] = view(x, policy, generator, rows)
     return views
 
 
@@ -142,28 +156,29 @@ def _scale(x: Tensor, policy: Features) -> Tensor:
     return ((x - mean) / std).float()
 
 
-def _perturb(x: Tensor, policy: Features, strength: int, generator: Generator) -> Tensor:
+def _perturb(x: Tensor, policy: Features, strength: int, generator: Generator, rows: Rows) -> Tensor:
     """Some features take the value of another item of the batch, a draw from the feature's own marginal; then noise."""
     z = _scale(x, policy)
-    shape = z.shape
-    other = torch.randint(len(z), shape, generator=generator).to(z.device)
-    swapped = (torch.rand(shape, generator=generator) < strength * policy.swap).to(z.device)
-    noise = torch.randn(shape, generator=generator).to(z.device)
-    return torch.where(swapped, z.gather(0, other), z) + strength * policy.jitter * noise
+    shape = (rows.total, z.shape[1])
+    other = torch.randint(rows.total, shape, generator=generator)[rows.own].to(z.device)
+    swapped = (torch.rand(shape, generator=generator)[rows.own] < strength * policy.swap).to(z.device)
+    noise = torch.randn(shape, generator=generator)[rows.own].to(z.device)
+    (batch,) = gather([z], rows.total)
+    return torch.where(swapped, batch.gather(0, other), z) + strength * policy.jitter * noise
 
 
 # ---- flip, crop, cutout ----------------------------------------------------------------------------
 
 
-def _flip_crop(x: Tensor, policy: Policy, generator: Generator) -> Tensor:
+def _flip_crop(x: Tensor, policy: Policy, generator: Generator, rows: Rows) -> Tensor:
     """(B, C, H, W) -> (B, H, W, C): draw and apply the flip and the crop."""
     _check(x, policy)
-    n, pad = len(x), policy.pad
+    n, pad = rows.total, policy.pad
     if pad >= min(x.shape[2:]):
         raise ValueError(f"reflect padding by {pad} needs images larger than {tuple(x.shape[2:])}")
     flip = torch.rand(n, generator=generator) < (0.5 if policy.flip else 0.0)
     shift = torch.randint(-pad, pad + 1, (2, n), generator=generator)
-    return flip_crop(x, flip.to(x.device), *shift.to(x.device))
+    return flip_crop(x, flip[rows.own].to(x.device), *shift[:, rows.own].to(x.device))
 
 
 def flip_crop(x: Tensor, flip: Tensor, down: Tensor, right: Tensor) -> Tensor:
@@ -187,11 +202,10 @@ def _reflect(i: Tensor, size: int) -> Tensor:
     return size - 1 - (size - 1 - i.abs()).abs()
 
 
-def _cutout(x: Tensor, side: int, generator: Generator) -> Tensor:
+def _cutout(x: Tensor, side: int, generator: Generator, rows: Rows) -> Tensor:
     """Zero a square centred on a random pixel and clipped at the border (DeVries & Taylor, 2017)."""
     n, h, w, c = x.shape
-    row = torch.randint(h, (n, 1), generator=generator).to(x.device)
-    col = torch.randint(w, (n, 1), generator=generator).to(x.device)
+    row, col = (torch.randint(size, (rows.total, 1), generator=generator)[rows.own].to(x.device) for size in (h, w))
     keep_row, keep_col = _outside(h, row, side), _outside(w, col, side).repeat_interleave(c, 1)
     keep = keep_row[:, :, None] | keep_col[:, None, :]  # (B, H, W*C)
     return (x.view(n, h, w * c) * keep).view(x.shape)

@@ -63,7 +63,7 @@ class ALIM(PiCO):
         step = super().loss(batch)
         weak = batch.views["weak"]
         mixed, target = mixup(weak, self.target(batch.index, step.outs["weak"]), self.config.alpha)
-        mix = soft_cross_entropy(self.net(mixed).logits, target).mean()
+        mix = soft_cross_entropy(self.forward_view(batch.index, mixed).logits, target).mean()
         return Step(step.total + self.config.w_mix * mix, {**step.terms, "mix": mix}, step.outs)
 
     @torch.no_grad()

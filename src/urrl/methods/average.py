@@ -12,6 +12,6 @@ class Average(Method):
 
     def loss(self, batch: Batch) -> Step:
         target = uniform_on(self.S[batch.index])
-        outs = self.forward_views(batch.views)
+        outs = self.forward_views(batch)
         loss = mean_over_views(outs, lambda logits: soft_cross_entropy(logits, target))
         return Step(loss, {"average": loss}, outs)

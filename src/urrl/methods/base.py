@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from urrl import labels
+from urrl import distributed, labels
 from urrl.candidates import CandidateSets
 from urrl.functional import softmax_on, uniform_on
 from urrl.nets import Network, Out
@@ -18,7 +18,7 @@ from urrl.nets import Network, Out
 
 class Batch(NamedTuple):
     index: Tensor  # type: ignore[assignment]  # (B,) rows of the training part; a batch has no labels, ever
-    views: dict[str, Tensor]  # augmented images, (B, ...) each
+    views: dict[str, Tensor]  # augmented images, (B, ...) each; of several processes each has its share of the rows
 
 
 class Step(NamedTuple):
@@ -94,11 +94,16 @@ class Method(nn.Module):
         logits = torch.stack([step.outs[view].logits.detach().float() for view in batch.views]).mean(0)
         self.l[batch.index] = softmax_on(self.S[batch.index], logits)
 
-    def forward_views(self, views: dict[str, Tensor]) -> dict[str, Out]:
-        """One forward for all views."""
-        size = len(next(iter(views.values())))
-        out = self.net(torch.cat(list(views.values())))
-        return {view: Out(*part) for view, part in zip(views, zip(*(t.split(size) for t in out)))}
+    def forward_views(self, batch: Batch, net: Network | None = None) -> dict[str, Out]:
+        """One forward for all views, by another network than the method's own if need be. Of several processes each
+        sends its share through and gets the outputs of the whole batch."""
+        out = (net or self.net)(torch.cat(list(batch.views.values())))
+        parts = [part for t in out for part in t.tensor_split(len(batch.views))]  # logits of every view, q of every ...
+        parts = distributed.gather(parts, len(batch.index))
+        return {view: Out(*parts[i :: len(batch.views)]) for i, view in enumerate(batch.views)}
+
+    def forward_view(self, index: Tensor, view: Tensor, net: Network | None = None) -> Out:
+        return self.forward_views(Batch(index, {"": view}), net)[""]
 
     def epochs_in(self, share: float) -> int:
         """That share of the run in whole epochs, rounded up: a short run keeps every phase of a long one."""

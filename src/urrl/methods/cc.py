@@ -14,6 +14,6 @@ class CC(Method):
 
     def loss(self, batch: Batch) -> Step:
         S = self.S[batch.index]
-        outs = self.forward_views(batch.views)
+        outs = self.forward_views(batch)
         loss = mean_over_views(outs, lambda logits: set_nll(logits, S, mu=0.0))
         return Step(loss, {"cc": loss}, outs)

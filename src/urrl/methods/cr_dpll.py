@@ -43,7 +43,7 @@ class CRDPLL(Method):
 
     def loss(self, batch: Batch) -> Step:
         S, l = self.S[batch.index], self.l[batch.index]
-        outs = self.forward_views(batch.views)
+        outs = self.forward_views(batch)
         terms = {
             "sup": complement_nll(outs["weak"].logits, S).mean(),
             "cr": torch.stack([kl_to(out.logits, l).mean() for out in outs.values()]).sum(),

@@ -40,7 +40,7 @@ class IRNet(PiCO):
         step = super().loss(batch)
         if self.after(self.config.start):
             with torch.no_grad():
-                step.outs["weak2"] = self.net(batch.views["weak2"])
+                step.outs["weak2"] = self.forward_view(batch.index, batch.views["weak2"])
         return step
 
     @torch.no_grad()

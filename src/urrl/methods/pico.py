@@ -69,9 +69,9 @@ class PiCO(Method):
         return int(self.epoch) >= self.epochs_in(share)
 
     def loss(self, batch: Batch) -> Step:
-        out = self.net(batch.views["weak"])
+        out = self.forward_view(batch.index, batch.views["weak"])
         with torch.no_grad():
-            key = self.key(batch.views["strong"])
+            key = self.forward_view(batch.index, batch.views["strong"], self.key)
         l = self.target(batch.index, out)
         label = self.label(batch.index, out)
         rest, rest_label = self.rest(key, label)

@@ -63,9 +63,9 @@ class PiCOPlus(PiCO):
         if not self.after(c.select):
             return super().loss(batch)
         weak, reliable = batch.views["weak"], self.reliable[batch.index]
-        out = self.net(weak)
+        out = self.forward_view(batch.index, weak)
         with torch.no_grad():
-            key = self.key(batch.views["strong"])
+            key = self.forward_view(batch.index, batch.views["strong"], self.key)
             guess = (out.q @ self.z.T / c.tau).softmax(1)
             target = torch.where(reliable[:, None], self.target(batch.index, out), guess)
         mixed, mixed_target = mixup(weak, target, c.alpha)
@@ -79,7 +79,7 @@ class PiCOPlus(PiCO):
         near = label_mean(out.q[reliable], label[reliable], rest[trusted], rest_label[trusted], C)
         far = neighbour_mean(out.q, rest, ~reliable, c.neighbours if self.after(c.knn) else 0)
         terms = {
-            "mix": soft_cross_entropy(self.net(mixed).logits, mixed_target).mean(),
+            "mix": soft_cross_entropy(self.forward_view(batch.index, mixed).logits, mixed_target).mean(),
             "cls": mean_over(reliable, fit),
             "cls_other": mean_over(~reliable, fit),
             # NOTE: the paper's code weighs all items alike, with 1, until the neighbours come in.

@@ -16,6 +16,6 @@ class PRODEN(Method):
 
     def loss(self, batch: Batch) -> Step:
         l = self.l[batch.index]
-        outs = self.forward_views(batch.views)
+        outs = self.forward_views(batch)
         loss = mean_over_views(outs, lambda logits: soft_cross_entropy(logits, l))
         return Step(loss, {"proden": loss}, outs)

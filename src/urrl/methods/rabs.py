@@ -34,7 +34,7 @@ class RABS(Method):
 
     def loss(self, batch: Batch) -> Step:
         share = uniform_on(self.S[batch.index])
-        outs = self.forward_views(batch.views)
+        outs = self.forward_views(batch)
         loss = mean_over_views(outs, lambda logits: (share * candidate_losses(logits, self.config)).sum(1))
         return Step(loss, {self.config.loss: loss}, outs)
 

@@ -18,7 +18,7 @@ class RC(Method):
 
     def loss(self, batch: Batch) -> Step:
         l = self.l[batch.index]
-        outs = self.forward_views(batch.views)
+        outs = self.forward_views(batch)
         # NOTE: the paper's risk has a factor 1/2, which its code drops.
         loss = mean_over_views(outs, lambda logits: soft_cross_entropy(logits, l))
         return Step(loss, {"rc": loss}, outs)
@@ -26,4 +26,4 @@ class RC(Method):
     @torch.no_grad()
     def refine(self, batch: Batch, step: Step) -> None:
         """l from one more forward, of the updated network."""
-        super().refine(batch, step._replace(outs=self.forward_views(batch.views)))
+        super().refine(batch, step._replace(outs=self.forward_views(batch)))

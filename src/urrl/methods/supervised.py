@@ -12,6 +12,6 @@ class Supervised(Method):
 
     def loss(self, batch: Batch) -> Step:
         target = self.S[batch.index].float()
-        outs = self.forward_views(batch.views)
+        outs = self.forward_views(batch)
         loss = mean_over_views(outs, lambda logits: soft_cross_entropy(logits, target))
         return Step(loss, {"cross_entropy": loss}, outs)

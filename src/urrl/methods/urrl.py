@@ -19,6 +19,7 @@ from torch import Tensor
 
 from urrl.candidates import CandidateSets
 from urrl.config import option
+from urrl.distributed import gather, partners, share
 from urrl.errors import UserError
 from urrl.functional import complement_nll, kl_to, renormalise_on, soft_cross_entropy
 from urrl.knn import cosine_topk
@@ -131,8 +132,8 @@ class URRL(Method):
         if c.use_m:
             # NOTE: the paper mixes "x_i"; we mix the weak view, with one lambda a batch.
             lam, partner = self._mixing(l)
-            views["mixed"] = lam * views["weak"] + (1 - lam) * views["weak"][partner]
-        outs = self.forward_views(views)
+            views["mixed"] = lam * views["weak"] + (1 - lam) * partners(views["weak"], partner)
+        outs = self.forward_views(Batch(batch.index, views))
         terms = {"sup": complement_nll(outs["weak"].logits, S).mean()}
         total = terms["sup"]
         if c.use_m:
@@ -153,7 +154,7 @@ class URRL(Method):
         l = self.l[batch.index]
         lam, partner = self._mixing(l)
         x = batch.views[c.one_view]
-        out = self.net(lam * x + (1 - lam) * x[partner])
+        out = self.forward_view(batch.index, lam * x + (1 - lam) * partners(x, partner))
         target = lam * l + (1 - lam) * l[partner]
         terms = {}
         if c.use_m:
@@ -190,12 +191,13 @@ def corrections(f: Tensor, q: Tensor, l: Tensor | Rows, S: Tensor | Rows, k: int
     slack = 1e-5  # for the rounding of the vote's sum
     can = [f[rows].masked_fill(S[rows], 0).amax(1) > 2 * phi - 1 - slack for rows in row_blocks(S)]
     possible = torch.cat(can).nonzero().squeeze(1)
-    found = [(possible[:0], possible[:0], q[:0, 0])]
-    for row, similarity, neighbour in cosine_topk(q, k, possible):
+    found = [(q[:0, 0], possible[:0])]
+    for row, similarity, neighbour in cosine_topk(q, k, possible[share(len(possible))]):  # each process its part
         w = (similarity / tau).softmax(1)  # (b, K)
         vote = weighted_rows(l, neighbour, w)  # (b, C)
-        share, label = (f[row] / 2 + vote / 2).max(1)
-        enters = (share > phi) & ~S[row].gather(1, label[:, None]).squeeze(1)
-        found.append((row[enters], label[enters], share[enters]))
-    rows, labels, shares = (torch.cat(part) for part in zip(*found))
-    return rows, labels, shares
+        found.append(tuple((f[row] / 2 + vote / 2).max(1)))
+    best, label = (gather([torch.cat(part)], len(possible))[0] for part in zip(*found))
+    enters = best > phi
+    possible, label, best = possible[enters], label[enters], best[enters]
+    enters = ~S[possible].gather(1, label[:, None]).squeeze(1)
+    return possible[enters], label[enters], best[enters]

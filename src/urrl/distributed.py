@@ -1,0 +1,266 @@
+"""Several processes that train as one, started by torchrun.
+
+Each process sends its share of a batch's rows through the network. The outputs are gathered, so that every process
+computes the loss of the whole batch, and the same labels, queues and prototypes after it; only the gradients of the
+weights, each from its own rows, are summed. Methods therefore need not know how many processes there are, and all of
+them hold the same state at any time. All draws are made for the whole batch, too.
+
+With one process nothing here communicates.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from urrl.errors import UserError
+
+T = TypeVar("T")
+
+_rank, _world = 0, 1  # of the job that runs
+
+
+class Lost(Exception):
+    """The other processes cannot be reached any more."""
+
+
+def rank() -> int:
+    return _rank
+
+
+def world() -> int:
+    return _world
+
+
+def restarted() -> bool:
+    """Whether torchrun started this process again after a failure."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+
+
+@contextlib.contextmanager
+def job() -> Iterator[None]:
+    """Inside, the processes that torchrun started are one. A process waits for the others no longer than URRL_TIMEOUT
+    seconds (600), then it raises Lost. A mistake of the user's that several processes meet leaves one of them as an
+    error, to be told, and the others as an exit."""
+    import torch.distributed as dist
+
+    global _rank, _world
+    gpu = torch.cuda.is_available()
+    if gpu:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    timeout = timedelta(seconds=float(os.environ.get("URRL_TIMEOUT", 600)))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo", timeout=timeout)
+    _rank, _world = dist.get_rank(), dist.get_world_size()
+    try:
+        yield
+        _call(dist.barrier)  # gloo aborts where one process leaves while another still talks to it
+    except (UserError, OSError):
+        if dist.distributed_c10d._get_default_store().add("told", 1) == 1:
+            raise
+        raise SystemExit(2) from None
+    finally:
+        _rank, _world = 0, 1
+        dist.destroy_process_group()
+
+
+def _call(collective: Callable[..., Any], *arguments: Any, **options: Any) -> None:
+    try:
+        collective(*arguments, **options)
+    except RuntimeError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise Lost(f"process {os.environ['RANK']} lost contact with the others ({reason})") from None
+
+
+# ---- rows --------------------------------------------------------------------------------------------------
+
+
+def share(total: int, of: int | None = None) -> slice:
+    """The rows, of so many, that belong to this process (or to another): as equal parts as can be, in order."""
+    rows, more = divmod(total, _world)
+    of = _rank if of is None else of
+    start = of * rows + min(of, more)
+    return slice(start, start + rows + (of < more))
+
+
+def gather(parts: Sequence[Tensor], total: int) -> list[Tensor]:
+    """(b, ...) each, the rows of this process -> (total, ...) each, everybody's, all in one go. The parts are of one
+    type. Everybody goes on to compute the same from them, so the gradient of its own rows is known to each process."""
+    if _world == 1:
+        return list(parts)
+    flat = [part.reshape(len(part), math.prod(part.shape[1:])) for part in parts]  # (b, F) each
+    whole = _Gather.apply(torch.cat(flat, 1), total).split([part.shape[1] for part in flat], 1)
+    return [rows.reshape(total, *part.shape[1:]) for rows, part in zip(whole, parts)]
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, total: int) -> Tensor:
+        import torch.distributed as dist
+
+        ctx.total = total
+        most = -(-total // _world)
+        out = x.new_empty(_world, most, x.shape[1])
+        _call(dist.all_gather, list(out), F.pad(x, (0, 0, 0, most - len(x))))
+        full = total % _world or _world  # so many processes have `most` rows, the others one less
+        return torch.cat([out[:full].flatten(0, 1), out[full:, : most - 1].flatten(0, 1)])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient[share(ctx.total)], None
+
+
+def partners(x: Tensor, partner: Tensor) -> Tensor:
+    """x[partner], where x (b, ...) holds this process's rows of a batch and partner (B,) is a permutation of the whole
+    batch's: (b, ...). Each row travels to the one process that needs it."""
+    if _world == 1:
+        return x[partner]
+    import torch.distributed as dist
+
+    partner = partner.cpu()
+    shares = [share(len(partner), process) for process in range(_world)]
+    mine = shares[_rank]
+    leaving = []  # for every process the rows of mine that it needs, in its order
+    for rows in (partner[theirs] for theirs in shares):
+        leaving.append(rows[(rows >= mine.start) & (rows < mine.stop)] - mine.start)
+    owner = torch.bucketize(partner[mine], torch.tensor([theirs.stop for theirs in shares]), right=True)  # (b,)
+    rows = x[torch.cat(leaving).to(x.device)].contiguous()
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)  # comes in the order of the owners
+    _call(dist.all_to_all_single, out, rows, owner.bincount(minlength=_world).tolist(), [len(r) for r in leaving])
+    return out[owner.argsort(stable=True).argsort().to(x.device)]
+
+
+# ---- sums --------------------------------------------------------------------------------------------------
+
+
+def summed(x: Tensor) -> Tensor:
+    """The sum over the processes, in place."""
+    if _world > 1:
+        import torch.distributed as dist
+
+        _call(dist.all_reduce, x)
+    return x
+
+
+def _total_of_all(tensors: Iterable[Tensor], factor: float = 1.0) -> None:
+    """The sums over the processes of many tensors, times a factor, in place and in one go."""
+    tensors = list(tensors)
+    flat = summed(torch.cat([t.flatten() for t in tensors])).mul_(factor)
+    for t, part in zip(tensors, flat.split([t.numel() for t in tensors])):
+        t.copy_(part.view(t.shape))
+
+
+def sum_gradients(net: nn.Module) -> None:
+    """Each process has the gradient by way of its own rows."""
+    if _world > 1:
+        _total_of_all(p.grad for p in net.parameters() if p.grad is not None)
+
+
+# ---- batch normalisation -----------------------------------------------------------------------------------
+
+
+def average_statistics(*modules: nn.Module) -> None:
+    """After an epoch: the running statistics, each process's of its own rows, become everybody's mean."""
+    norms = dict.fromkeys(m for module in modules for m in module.modules() if isinstance(m, _BatchNorm))
+    if _world > 1 and norms:
+        _total_of_all((t for m in norms for t in (m.running_mean, m.running_var) if t is not None), 1 / _world)
+
+
+def synchronise(module: nn.Module) -> None:
+    """Batch normalisation over the rows of all processes, where each would do with its own."""
+    for norm in module.modules():
+        if isinstance(norm, _BatchNorm):
+            norm.__class__ = SynchronisedNorm
+
+
+class SynchronisedNorm(_BatchNorm):
+    """torch.nn.SyncBatchNorm, which runs on GPUs alone, for any device. A process may have no rows at all."""
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        pass
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.training or _world == 1:
+            return super().forward(input)
+        y, mean, var, n = _Normalise.apply(input, self.weight, self.bias, self.eps)
+        assert self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None
+        self.num_batches_tracked.add_(1)
+        self.running_mean.lerp_(mean, self.momentum or 0.1)
+        self.running_var.lerp_(var * n / (n - 1), self.momentum or 0.1)
+        return y
+
+
+class _Normalise(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, ...]:
+        dims = [d for d in range(x.dim()) if d != 1]
+        sums = summed(torch.cat([x.sum(dims), x.new_tensor([x.numel() / x.shape[1]])]))  # (channels + 1,)
+        n = sums[-1]
+        mean = sums[:-1] / n
+        var = summed((x - _wide(mean, x)).square().sum(dims)) / n
+        ctx.save_for_backward(x, weight, mean, (var + eps).rsqrt(), n)
+        ctx.mark_non_differentiable(mean, var, n)
+        return F.batch_norm(x, mean, var, weight, bias, False, 0.0, eps), mean, var, n
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, scale, n = ctx.saved_tensors
+        dims = [d for d in range(x.dim()) if d != 1]
+        normal = (x - _wide(mean, x)) * _wide(scale, x)
+        own = torch.stack([dy.sum(dims), (dy * normal).sum(dims)])  # (2, channels), by way of this process's rows
+        by_mean, by_var = summed(own.clone()) / n
+        dx = _wide(weight * scale, x) * (dy - _wide(by_mean, x) - normal * _wide(by_var, x))
+        return dx, own[1], own[0], None
+
+
+def _wide(channels: Tensor, x: Tensor) -> Tensor:
+    return channels.view(1, -1, *[1] * (x.dim() - 2))
+
+
+# ---- work that is not done by all alike --------------------------------------------------------------------
+
+
+def on_first(work: Callable[[], T]) -> T:
+    """What the first process makes of `work`, on all of them."""
+    if _world == 1:
+        return work()
+    import torch.distributed as dist
+
+    box = [_attempt(work if _rank == 0 else None)]
+    _call(dist.broadcast_object_list, box)
+    return box[0]  # type: ignore[return-value]
+
+
+def in_turn(work: Callable[[], T]) -> T:
+    """`work` on one process of each machine, then on the others: they find what the first has downloaded."""
+    if _world == 1:
+        return work()
+    first = os.environ["LOCAL_RANK"] == "0"
+    early = _attempt(work if first else None)
+    late = _attempt(None if first else work)
+    return early if first else late  # type: ignore[return-value]
+
+
+def _attempt(work: Callable[[], T] | None) -> T | None:
+    """`work` where there is some. What one process cannot do none can."""
+    import torch.distributed as dist
+
+    value: T | None = None
+    problem: Exception | None = None
+    try:
+        value = work() if work else None
+    except (UserError, OSError) as error:
+        problem = error
+    problems: list[Exception | None] = [None] * _world
+    _call(dist.all_gather_object, problems, problem)
+    for problem in filter(None, problems):
+        raise problem
+    return value
