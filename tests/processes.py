@@ -3,7 +3,6 @@ seconds to start."""
 
 import multiprocessing
 import os
-import socket
 import sys
 import tempfile
 import traceback
@@ -12,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["tests.processes", "urrl.run", "urrl.cli", "torch.distributed"])
+CONTEXT.set_forkserver_preload(["tests.test_distributed", "sklearn.datasets", "torch.distributed"])
 
 
 class Ended:
@@ -25,16 +25,16 @@ class Ended:
 
 
 def run(world: int, function: Callable[..., Any], *arguments: Any, timeout: float = 120, **environ: str) -> list[Ended]:
-    """function(*arguments) in so many processes, each with the environment that torchrun would give it."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    """function(*arguments) in so many processes, each with the environment that torchrun would give it. As torchrun
+    does, we keep the store where they meet."""
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
         processes = []
         for rank in range(world):
             variables = {
-                "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
-                "TORCHELASTIC_RUN_ID": "test", "TORCHELASTIC_RESTART_COUNT": 0, "CUDA_VISIBLE_DEVICES": "",
+                "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": store.port, "TORCHELASTIC_RUN_ID": "test", "TORCHELASTIC_RESTART_COUNT": 0,
+                "TORCHELASTIC_USE_AGENT_STORE": True, "CUDA_VISIBLE_DEVICES": "",
             }  # fmt: skip
             environment = {name: str(value) for name, value in variables.items()} | environ
             processes.append(CONTEXT.Process(target=_child, args=(folder, environment, function, arguments)))

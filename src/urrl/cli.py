@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import urrl
-from urrl.errors import UserError
+from urrl.errors import Lost, UserError
 
 TRAIN_EXAMPLES = """examples:
   urrl train --dataset digits --eta 0.3 --mu 0.3                   URRL, half a minute, no download
@@ -158,6 +158,9 @@ def main() -> int:
     except UserError as error:
         print(f"urrl: {error}", file=sys.stderr)
         return 2
+    except Lost as error:
+        print(f"urrl: {error}; the same command with --resume goes on from the last epoch", file=sys.stderr)
+        return 1
     except BrokenPipeError:  # the reader of our output has gone, as in `urrl recipes | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -211,14 +214,11 @@ def _train(args: argparse.Namespace) -> None:
     name = "-".join([run.dataset, run.method, *rates, run.recipe, *fold, f"seed{run.seed}"])
     folder = args.out or Path("runs", name)
     try:
-        resume = args.resume or distributed.restarted()
+        resume = args.resume or distributed.restarts() > 0
         result = train(run, dataset, splits, sets, folder, resume, args.device, _progress(args))
     except Diverged as error:
         if distributed.rank() == 0:
             print(f"urrl: {error}; {folder} keeps what was good before", file=sys.stderr)
-        sys.exit(1)
-    except distributed.Lost as error:
-        print(f"urrl: {error}; --resume goes on from the last epoch in {folder}", file=sys.stderr)
         sys.exit(1)
     if distributed.rank() == 0:
         _print_result(result, folder)

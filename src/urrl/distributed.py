@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -22,15 +23,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from urrl.errors import UserError
+from urrl.errors import Lost, UserError
 
 T = TypeVar("T")
 
 _rank, _world = 0, 1  # of the job that runs
-
-
-class Lost(Exception):
-    """The other processes cannot be reached any more."""
 
 
 def rank() -> int:
@@ -41,32 +38,40 @@ def world() -> int:
     return _world
 
 
-def restarted() -> bool:
-    """Whether torchrun started this process again after a failure."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+def local_rank() -> int:
+    """Among the processes of this machine: the number of its GPU."""
+    return int(os.environ["LOCAL_RANK"]) if _world > 1 else 0
+
+
+def restarts() -> int:
+    """How many times torchrun has started this job again, after a failure."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
 
 
 @contextlib.contextmanager
 def job() -> Iterator[None]:
     """Inside, the processes that torchrun started are one. A process waits for the others no longer than URRL_TIMEOUT
-    seconds (600), then it raises Lost. A mistake of the user's that several processes meet leaves one of them as an
-    error, to be told, and the others as an exit."""
+    seconds (600), then it raises Lost. The first process that fails leaves with its error, to be told; the others,
+    which fail of the same or because they have lost that one, just exit."""
     import torch.distributed as dist
 
     global _rank, _world
-    gpu = torch.cuda.is_available()
-    if gpu:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    _rank, _world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if local_rank() < torch.cuda.device_count():
+        torch.cuda.set_device(local_rank())
     timeout = timedelta(seconds=float(os.environ.get("URRL_TIMEOUT", 600)))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo", timeout=timeout)
-    _rank, _world = dist.get_rank(), dist.get_world_size()
+    store, *_ = next(dist.rendezvous("env://", timeout=timeout))
+    store = dist.PrefixStore(f"start {restarts()}", store)  # else a job that is started again finds the dead one's keys
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    _call(dist.init_process_group, backend, store=store, rank=_rank, world_size=_world, timeout=timeout)
     try:
         yield
         _call(dist.barrier)  # gloo aborts where one process leaves while another still talks to it
-    except (UserError, OSError):
-        if dist.distributed_c10d._get_default_store().add("told", 1) == 1:
-            raise
-        raise SystemExit(2) from None
+    except (UserError, OSError, Lost) as error:
+        with contextlib.suppress(RuntimeError):  # where the store has gone, too
+            if store.add("told", 1) > 1:
+                raise SystemExit(1 if isinstance(error, Lost) else 2) from None
+        raise
     finally:
         _rank, _world = 0, 1
         dist.destroy_process_group()
@@ -76,8 +81,8 @@ def _call(collective: Callable[..., Any], *arguments: Any, **options: Any) -> No
     try:
         collective(*arguments, **options)
     except RuntimeError as error:
-        reason = str(error).strip().splitlines()[0]
-        raise Lost(f"process {os.environ['RANK']} lost contact with the others ({reason})") from None
+        reason = re.sub(r"^\[.*?\] ", "", str(error).strip().splitlines()[0]).partition(". ")[0]
+        raise Lost(f"process {_rank} of {_world} lost contact with the others ({reason})") from None
 
 
 # ---- rows --------------------------------------------------------------------------------------------------
@@ -243,7 +248,7 @@ def in_turn(work: Callable[[], T]) -> T:
     """`work` on one process of each machine, then on the others: they find what the first has downloaded."""
     if _world == 1:
         return work()
-    first = os.environ["LOCAL_RANK"] == "0"
+    first = local_rank() == 0
     early = _attempt(work if first else None)
     late = _attempt(None if first else work)
     return early if first else late  # type: ignore[return-value]

@@ -141,6 +141,9 @@ def open_folder(folder: Path, run: Run, resume: bool) -> dict[str, Any] | None:
 
 
 def pick_device(name: str) -> torch.device:
+    gpus = torch.cuda.device_count()
+    if name in ("auto", "cuda") and 0 < gpus <= distributed.local_rank():
+        raise UserError(f"more processes than the {gpus} GPUs of this machine; start {gpus}, or add --device cpu")
     if name != "auto":
         try:
             torch.empty(0, device=name)
