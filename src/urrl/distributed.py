@@ -101,26 +101,29 @@ def gather(parts: Sequence[Tensor], total: int) -> list[Tensor]:
     type. Everybody goes on to compute the same from them, so the gradient of its own rows is known to each process."""
     if _world == 1:
         return list(parts)
-    flat = [part.reshape(len(part), math.prod(part.shape[1:])) for part in parts]  # (b, F) each
-    whole = _Gather.apply(torch.cat(flat, 1), total).split([part.shape[1] for part in flat], 1)
-    return [rows.reshape(total, *part.shape[1:]) for rows, part in zip(whole, parts)]
+    return list(_Gather.apply(total, *parts))
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, total: int) -> Tensor:
+    def forward(ctx: Any, total: int, *parts: Tensor) -> tuple[Tensor, ...]:
         import torch.distributed as dist
 
         ctx.total = total
+        ctx.set_materialize_grads(False)  # a weight that nothing depends on has no gradient, as with one process
         most = -(-total // _world)
-        out = x.new_empty(_world, most, x.shape[1])
-        _call(dist.all_gather, list(out), F.pad(x, (0, 0, 0, most - len(x))))
+        flat = torch.cat([part.reshape(len(part), math.prod(part.shape[1:])) for part in parts], 1)  # (b, F)
+        out = flat.new_empty(_world, most, flat.shape[1])
+        _call(dist.all_gather, list(out), F.pad(flat, (0, 0, 0, most - len(flat))))
         full = total % _world or _world  # so many processes have `most` rows, the others one less
-        return torch.cat([out[:full].flatten(0, 1), out[full:, : most - 1].flatten(0, 1)])
+        whole = torch.cat([out[:full].flatten(0, 1), out[full:, : most - 1].flatten(0, 1)])  # (total, F)
+        columns = whole.split([math.prod(part.shape[1:]) for part in parts], 1)
+        return tuple(rows.reshape(total, *part.shape[1:]).contiguous() for rows, part in zip(columns, parts))
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient[share(ctx.total)], None
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        own = share(ctx.total)
+        return None, *(None if gradient is None else gradient[own] for gradient in gradients)
 
 
 def partners(x: Tensor, partner: Tensor) -> Tensor:

@@ -88,8 +88,8 @@ def ballot(features: Tensor, S: Tensor | Rows, k: int = 200, mu: float | None = 
     n, n_classes = S.shape
     k = min(k, max(10, n // (4 * n_classes)))  # a quarter of a class: more would reach into others
     every = torch.arange(n, device=S.device)
-    own = every[share(n)]  # of several processes each searches its part
-    near = torch.cat([i.gather(1, s.argsort(1, descending=True)).int() for _, s, i in cosine_topk(features, k, own)])
+    mine = every[share(n)]  # of several processes each searches its part
+    near = torch.cat([i.gather(1, s.argsort(1, descending=True)).int() for _, s, i in cosine_topk(features, k, mine)])
     (near,) = gather([near], n)
     some = every[:: max(1, n // 5000)]
     own, best = S[some], (-torch.inf, k, GRID[0], SHARPNESS[0])

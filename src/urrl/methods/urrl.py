@@ -195,7 +195,8 @@ def corrections(f: Tensor, q: Tensor, l: Tensor | Rows, S: Tensor | Rows, k: int
     for row, similarity, neighbour in cosine_topk(q, k, possible[share(len(possible))]):  # each process its part
         w = (similarity / tau).softmax(1)  # (b, K)
         vote = weighted_rows(l, neighbour, w)  # (b, C)
-        found.append(tuple((f[row] / 2 + vote / 2).max(1)))
+        best, label = (f[row] / 2 + vote / 2).max(1)
+        found.append((best, label))
     best, label = (gather([torch.cat(part)], len(possible))[0] for part in zip(*found))
     enters = best > phi
     possible, label, best = possible[enters], label[enters], best[enters]
