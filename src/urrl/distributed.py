@@ -97,8 +97,8 @@ def share(total: int, of: int | None = None) -> slice:
 
 
 def gather(parts: Sequence[Tensor], total: int) -> list[Tensor]:
-    """(b, ...) each, the rows of this process -> (total, ...) each, everybody's, all in one go. The parts are of one
-    type. Everybody goes on to compute the same from them, so the gradient of its own rows is known to each process."""
+    """(b, ...) each, the rows of this process -> (total, ...) each, everybody's, all in one go.
+    Everybody goes on to compute the same from them, so the gradient of its own rows is known to each process."""
     if _world == 1:
         return list(parts)
     return list(_Gather.apply(total, *parts))
@@ -118,7 +118,7 @@ class _Gather(torch.autograd.Function):
         full = total % _world or _world  # so many processes have `most` rows, the others one less
         whole = torch.cat([out[:full].flatten(0, 1), out[full:, : most - 1].flatten(0, 1)])  # (total, F)
         columns = whole.split([math.prod(part.shape[1:]) for part in parts], 1)
-        return tuple(rows.reshape(total, *part.shape[1:]).contiguous() for rows, part in zip(columns, parts))
+        return tuple(rows.reshape(total, *part.shape[1:]).to(part.dtype) for rows, part in zip(columns, parts))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -210,7 +210,8 @@ class _Normalise(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, ...]:
         dims = [d for d in range(x.dim()) if d != 1]
-        sums = summed(torch.cat([x.sum(dims), x.new_tensor([x.numel() / x.shape[1]])]))  # (channels + 1,)
+        rows = torch.tensor([x.numel() / x.shape[1]], device=x.device)
+        sums = summed(torch.cat([x.sum(dims, dtype=torch.float), rows]))  # (channels + 1,)
         n = sums[-1]
         mean = sums[:-1] / n
         var = summed((x - _wide(mean, x)).square().sum(dims)) / n
@@ -223,7 +224,9 @@ class _Normalise(torch.autograd.Function):
         x, weight, mean, scale, n = ctx.saved_tensors
         dims = [d for d in range(x.dim()) if d != 1]
         normal = (x - _wide(mean, x)) * _wide(scale, x)
-        own = torch.stack([dy.sum(dims), (dy * normal).sum(dims)])  # (2, channels), by way of this process's rows
+        own = torch.stack(
+            [dy.sum(dims, dtype=torch.float), (dy * normal).sum(dims)]
+        )  # (2, channels), by way of this process's rows
         by_mean, by_var = summed(own.clone()) / n
         dx = _wide(weight * scale, x) * (dy - _wide(by_mean, x) - normal * _wide(by_var, x))
         return dx, own[1], own[0], None
