@@ -13,8 +13,8 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 COMMITTED = HERE / "ratios.json"
-SCRIPTS = ("step.py", "knn.py", "augment.py", "memory.py", "methods.py")
-HIGHER_IS_BETTER = ("_over_pil", "agreement")
+SCRIPTS = ("step.py", "knn.py", "augment.py", "memory.py", "methods.py", "scaling.py", "stream.py")
+HIGHER_IS_BETTER = ("_over_pil", "agreement", "two_processes", "stream_files", "stream_tar", "stream_parquet")
 TOLERANCE = 1.15  # machines are noisy
 
 

@@ -118,7 +118,9 @@ class _Gather(torch.autograd.Function):
         full = total % _world or _world  # so many processes have `most` rows, the others one less
         whole = torch.cat([out[:full].flatten(0, 1), out[full:, : most - 1].flatten(0, 1)])  # (total, F)
         columns = whole.split([math.prod(part.shape[1:]) for part in parts], 1)
-        return tuple(rows.reshape(total, *part.shape[1:]).to(part.dtype) for rows, part in zip(columns, parts))
+        return tuple(
+            rows.reshape(total, *part.shape[1:]).to(part.dtype).contiguous() for rows, part in zip(columns, parts)
+        )
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from urrl import distributed
 from urrl.data import Part
 from urrl.data.augment import AnyPolicy, normalise
+from urrl.data.stream import Items, rows_of
 from urrl.labels import row_blocks
 from urrl.likelihood import estimate_mu, set_log_likelihood
 from urrl.methods import Method
@@ -17,20 +18,24 @@ from urrl.nets import Network, Out
 
 
 @torch.no_grad()
-def infer(net: Network, x: Tensor, policy: AnyPolicy, flip: bool = False, batch: int = 1000) -> Out:
+def infer(net: Network, x: Items, policy: AnyPolicy, flip: bool = False, batch: int = 1000) -> Out:
     """Outputs for all of x, eval mode, un-augmented, in order; with `flip`, log of the mean probability over
     the image and its mirror image in place of the logits. Of several processes each has its share of every piece."""
     was_training = net.training
     net.eval()
     device = next(net.parameters()).device
     outs = []
-    for part in x.split(batch * distributed.world()):
-        views = normalise(part[distributed.share(len(part))].to(device), policy)
+    starts = range(0, len(x), batch * distributed.world())
+    sizes = [min(batch * distributed.world(), len(x) - start) for start in starts]
+    own = [distributed.share(size) for size in sizes]
+    wanted = [slice(start + rows.start, start + rows.stop) for start, rows in zip(starts, own)]
+    for size, part in zip(sizes, rows_of(x, wanted)):
+        views = normalise(part.to(device), policy)
         out = net(views)
         if flip:
             mirrored = net(views.flip(3)).logits
             out = out._replace(logits=(out.logits.softmax(1) + mirrored.softmax(1)).div(2).log())
-        outs.append(Out(*distributed.gather([t.float() for t in out], len(part))))
+        outs.append(Out(*distributed.gather([t.float() for t in out], size)))
     net.train(was_training)
     return Out(*(torch.cat(parts) for parts in zip(*outs)))
 

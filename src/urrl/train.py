@@ -24,6 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from urrl import checkpoint, distributed
 from urrl.config import Training
 from urrl.data.augment import AnyPolicy, Rows, make_views, normalise
+from urrl.data.stream import Items, rows_of
 from urrl.evaluate import infer
 from urrl.files import write_text
 from urrl.methods import Batch, Method
@@ -49,7 +50,7 @@ class State:
     history: list[dict[str, Any]] = field(default_factory=list)  # a record an epoch, as in metrics.jsonl
 
 
-def fit(method: Method, x: Tensor, policy: AnyPolicy, training: Training, seed: int,
+def fit(method: Method, x: Items, policy: AnyPolicy, training: Training, seed: int,
         examine: Callable[[Network], dict[str, Any]], folder: Path | None, resume: bool, show: Progress
         ) -> State:  # fmt: skip
     """Train `method` on x (n, ...). `examine(net)` is asked after each epoch for a record of the validation, by which
@@ -87,7 +88,8 @@ def fit(method: Method, x: Tensor, policy: AnyPolicy, training: Training, seed: 
     if state.epoch == 0:
         began = time.perf_counter()
         with counted(training.compile) as counter:
-            method.prepare(x if x.dim() > 2 else normalise(x, policy))  # features may be of any scale
+            # features may be of any scale
+            method.prepare(normalise(x, policy) if isinstance(x, Tensor) and x.dim() == 2 else x)
         state.flops += _operations(counter)
         state.seconds += time.perf_counter() - began
     for epoch in range(state.epoch, training.epochs):
@@ -191,14 +193,14 @@ def _merit(exam: dict[str, Any], epoch: int) -> float:
     return next((float(merit) for merit in merits if merit is not None), float(epoch))
 
 
-def batches(x: Tensor, policy: AnyPolicy, views: tuple[str, ...], size: int, rng: torch.Generator) -> Iterator[Batch]:
+def batches(x: Items, policy: AnyPolicy, views: tuple[str, ...], size: int, rng: torch.Generator) -> Iterator[Batch]:
     """Every item once, in a random order, in batches of as equal a size as can be (a last batch of one item would
     break batch normalisation). Of several processes each has the views of its share."""
     order = torch.randperm(len(x), generator=rng)
-    for index in order.tensor_split(math.ceil(len(x) / size)):
-        index = index.to(x.device)
-        own = distributed.share(len(index))
-        yield Batch(index, make_views(x[index[own]], views, policy, rng, Rows(own, len(index))))
+    indices = order.tensor_split(math.ceil(len(x) / size))
+    shares = [distributed.share(len(index)) for index in indices]
+    for index, own, rows in zip(indices, shares, rows_of(x, [index[own] for index, own in zip(indices, shares)])):
+        yield Batch(index.to(x.device), make_views(rows, views, policy, rng, Rows(own, len(index))))
 
 
 def _operations(counter: FlopCounterMode) -> int:

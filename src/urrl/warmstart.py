@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from urrl.data.stream import Items, Streamed
 from urrl.distributed import gather, share
 from urrl.knn import cosine_topk
 from urrl.labels import Rows, weighted_rows
@@ -108,9 +109,11 @@ def ballot(features: Tensor, S: Tensor | Rows, k: int = 200, mu: float | None = 
     return vote
 
 
-def raw_features(x: Tensor) -> Tensor:
+def raw_features(x: Items) -> Tensor:
     """Unit vectors of raw items. Colour images need features: for 12,000 images of CIFAR-10 at eta = mu = 0.3 the vote
     on these is right for half of them. Grey images and feature vectors are taken as they are."""
+    if isinstance(x, Streamed):
+        x = x.small()
     if x.dim() == 4 and x.shape[1] == 3 and min(x.shape[2:]) >= 12:
         z = principal_components(patch_features(x), 128, whiten=True)
     else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,7 +42,7 @@ def load(name: str, data_dir: Path | str | None = None) -> Dataset:
 class Part:
     """Some rows of a dataset."""
 
-    x: Tensor  # (n, ch, H, W) uint8, contiguous, or (n, d) float32
+    x: Any  # a tensor, or images that are Streamed: (n, ch, H, W) uint8, contiguous, or (n, d) float32
     y: Tensor | None  # (n,) int64; None: nobody knows
     index: Tensor  # (n,) int64, the row in the pooled set
     S: Tensor | None = None  # (n, C) bool: candidate sets that came with the data

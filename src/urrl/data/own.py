@@ -14,6 +14,7 @@ from torch import Tensor
 
 from urrl.data.augment import AnyPolicy, Features, Policy
 from urrl.data.readers import Dataset
+from urrl.data.stream import Items, Streamed
 from urrl.errors import UserError
 
 SIDE = 32  # of images that are read from files, in pixels
@@ -23,9 +24,9 @@ def from_arrays(
     x: Any, S: Tensor | None, classes: Sequence[Any], y: Tensor | None = None, augment: str | AnyPolicy | None = None,
     name: str = "own",
 ) -> Dataset:  # fmt: skip
-    """A data set of items in any form that `as_items` takes, candidate sets (n, C) and, where they are known, the true
-    labels; `augment`: the views, chosen from the items where it is not given."""
-    items = as_items(x)
+    """A data set of items in any form that `as_items` takes, or Streamed, candidate sets (n, C) and, where they are
+    known, the true labels; `augment`: the views, chosen from the items where it is not given."""
+    items = x if isinstance(x, Streamed) else as_items(x)
     for what, rows in (("candidate sets", S), ("true labels", y)):
         if rows is not None and len(rows) != len(items):
             raise UserError(f"{len(items)} items, but {len(rows)} {what}")
@@ -104,25 +105,29 @@ def read_images(paths: Sequence[Path], side: int = SIDE) -> np.ndarray:
     return np.stack([np.asarray(image.convert(mode)) for image in images])
 
 
-def own_policy(x: Tensor) -> AnyPolicy:
+def own_policy(x: Items) -> AnyPolicy:
     """Views for items of which nothing else is known. Rows of equal length are embeddings: their geometry is that of
     the cosine, so all features are scaled alike; other features are each scaled to a standard deviation of 1. Colour
     images are taken for photographs, which may be mirrored; grey ones may be writing, which may not."""
-    if x.dim() == 2:
+    if isinstance(x, Tensor) and x.dim() == 2:
         mean, std = x.double().mean(0), x.double().std(0, correction=0)
         norm = x.double().norm(dim=1)
         if x.shape[1] > 1 and float(norm.min()) > 0.99 * float(norm.max()):
             std = std.square().mean().sqrt().expand_as(std)
         std = torch.where(std > 1e-9 * mean.abs().clamp_min(1e-30), std, 1.0)  # a constant feature stays 0
         return Features(tuple(mean.tolist()), tuple(std.tolist()))
-    some = x[:: max(1, len(x) // 5000)].float().div(255).transpose(0, 1).flatten(1)  # (ch, many)
+    few = x[:: max(1, len(x) // 5000)]
+    few = few.small() if isinstance(few, Streamed) else few
+    some = few.float().div(255).transpose(0, 1).flatten(1)  # (ch, many)
     mean, std = some.mean(1), some.std(1, correction=0).clamp_min(1e-3)
     side, colour = min(x.shape[2:]), x.shape[1] == 3
     return Policy(colour, side // 8, side // 2, colour, tuple(mean.tolist()), tuple(std.tolist()))
 
 
-def data_sha256(x: Tensor) -> str:
-    """Of the items' shape, type and content."""
+def data_sha256(x: Items) -> str:
+    """Of the items' shape, type and content; of images that are streamed, of their names."""
+    if isinstance(x, Streamed):
+        return hashlib.sha256("\n".join(x.names).encode()).hexdigest()
     digest = hashlib.sha256(f"{tuple(x.shape)} {x.dtype}".encode())
     digest.update(x.contiguous().numpy().data)
     return digest.hexdigest()

@@ -30,7 +30,7 @@ class Dataset:
     """All items of a set, pooled: official training rows first, then official test rows."""
 
     name: str
-    x: Tensor  # (N, ch, H, W) uint8 images or (N, d) float32 features
+    x: Any  # a tensor, or images that are Streamed: (N, ch, H, W) uint8 images or (N, d) float32 features
     y: Tensor | None  # (N,) int64, the true labels: only for making candidate sets and for evaluation; None: unknown
     classes: tuple[Any, ...]
     official_test: int  # how many of the last rows are the official test part; 0 = the set has none

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from urrl import distributed, labels
 from urrl.candidates import CandidateSets
+from urrl.data.stream import Items
 from urrl.functional import softmax_on, uniform_on
 from urrl.nets import Network, Out
 
@@ -76,7 +77,7 @@ class Method(nn.Module):
         self.l[rows, labels] = share
         self.l[rows] /= self.l[rows].sum(1, keepdim=True)
 
-    def prepare(self, x: Tensor) -> None:
+    def prepare(self, x: Items) -> None:
         """Before the first epoch: a look at the raw training items, in index order."""
 
     def begin_epoch(self, epoch: int, infer: Callable[[], Out]) -> dict[str, float]:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from urrl.candidates import CandidateSets
 from urrl.config import option
+from urrl.data.stream import Items
 from urrl.distributed import gather, partners, share
 from urrl.errors import UserError
 from urrl.functional import complement_nll, kl_to, renormalise_on, soft_cross_entropy
@@ -73,7 +74,7 @@ class URRL(Method):
             self.views = (config.one_view,)
 
     @torch.no_grad()
-    def prepare(self, x: Tensor) -> None:
+    def prepare(self, x: Items) -> None:
         """start="vote": a uniform l makes the prototypes almost parallel and keeps pi below phi for many epochs; the
         neighbours in plain image space know better."""
         if self.config.start == "vote":

@@ -1,0 +1,211 @@
+"""Images that stay on the disk: files of a folder, members of tar shards (WebDataset), rows of parquet shards.
+
+Items have an index as those of a tensor have, and the loop asks for them in the same order, so a run that streams its
+images is the run on a tensor of them. Worker processes read and decode the next batches while a step computes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import io
+import tarfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from urrl.errors import UserError
+
+SMALL = 32  # side of the copies that are looked at as a whole, in pixels
+CPU = torch.device("cpu")
+AHEAD = 2  # batches that each worker has ready
+
+Rows = slice | Tensor  # numbers of rows
+
+
+@dataclass(frozen=True, eq=False)
+class Streamed:
+    """Stands where a tensor (n, ch, H, W) of uint8 images stands."""
+
+    read: Callable[[int], bytes | Path]  # an encoded image by its place among all
+    names: Sequence[str]  # of all, for messages
+    place: Tensor  # (n,) those that this is
+    size: tuple[int, int, int]  # ch, H, W: images are scaled to it and cropped in the middle
+    workers: int = 2
+    device: torch.device = CPU
+
+    def __len__(self) -> int:
+        return len(self.place)
+
+    def __getitem__(self, rows: Rows) -> Streamed:
+        return dataclasses.replace(self, place=self.place[rows])
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (len(self), *self.size)
+
+    def dim(self) -> int:
+        return 4
+
+    def to(self, device: torch.device) -> Streamed:
+        return dataclasses.replace(self, device=device)
+
+    def decode(self, rows: Rows) -> Tensor:
+        images = [_image(self.read(i), self.names[i], self.size) for i in self.place[rows].tolist()]
+        return torch.from_numpy(np.stack(images)) if images else torch.empty((0, *self.size), dtype=torch.uint8)
+
+    def batches(self, wanted: Sequence[Rows], shrink: int = 0) -> Iterator[Tensor]:
+        """The rows of each of `wanted` in turn; with `shrink`, made so small."""
+        loader = torch.utils.data.DataLoader(
+            _Batches(self, wanted, shrink), batch_size=None, num_workers=self.workers,
+            prefetch_factor=AHEAD if self.workers else None, generator=torch.Generator(),  # the loop has the global one
+        )  # fmt: skip
+        for batch in loader:
+            if isinstance(batch, UserError):
+                raise batch
+            yield batch.to(self.device)
+
+    def small(self) -> Tensor:
+        """All images as one tensor, at most 32 pixels a side: what a first look at raw items takes."""
+        return torch.cat(list(self.batches([slice(i, i + 256) for i in range(0, len(self), 256)], SMALL)))
+
+
+Items = Tensor | Streamed
+
+
+def rows_of(x: Items, wanted: Sequence[Rows]) -> Iterator[Tensor]:
+    """The rows of each of `wanted` in turn, of a tensor or from the disk."""
+    return x.batches(wanted) if isinstance(x, Streamed) else (x[rows] for rows in wanted)
+
+
+@dataclass(frozen=True)
+class _Batches(torch.utils.data.Dataset):
+    """What the workers see: the batches by their number."""
+
+    x: Streamed
+    wanted: Sequence[Rows]
+    shrink: int
+
+    def __len__(self) -> int:
+        return len(self.wanted)
+
+    def __getitem__(self, number: int) -> Tensor | UserError:
+        if number >= len(self):
+            raise IndexError
+        try:
+            images = self.x.decode(self.wanted[number])
+        except UserError as error:  # to be raised by the main process, without the worker's traceback
+            return error
+        scale = self.shrink / max(images.shape[2:]) if self.shrink else 1
+        if scale >= 1:
+            return images
+        return F.interpolate(images.float(), scale_factor=scale, mode="area").round().to(torch.uint8)
+
+
+def _image(encoded: bytes | Path, name: str, size: tuple[int, int, int]) -> np.ndarray:
+    """(ch, H, W) uint8."""
+    try:
+        from PIL import Image, ImageOps
+    except ImportError:
+        raise UserError("images in files need pillow: pip install 'urrl[images]'") from None
+    channels, height, width = size
+    try:
+        with Image.open(io.BytesIO(encoded) if isinstance(encoded, bytes) else encoded) as image:
+            upright = ImageOps.exif_transpose(image).convert("L" if channels == 1 else "RGB")
+            pixels = np.asarray(upright if upright.size == (width, height) else ImageOps.fit(upright, (width, height)))
+    except FileNotFoundError:
+        raise UserError(f"{name}: no such file") from None
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise UserError(f"{name}: not an image that can be read ({error})") from None
+    return pixels[None] if channels == 1 else np.ascontiguousarray(pixels.transpose(2, 0, 1))
+
+
+# ---- where images are --------------------------------------------------------------------------------------
+
+
+def from_files(paths: Sequence[Path], size: tuple[int, int, int], workers: int = 2) -> Streamed:
+    return _streamed(list(paths).__getitem__, [str(path) for path in paths], size, workers)
+
+
+def from_tar(shards: Sequence[Path], size: tuple[int, int, int], suffixes: Sequence[str] = (".jpg", ".jpeg", ".png"),
+             workers: int = 2) -> Streamed:  # fmt: skip
+    """Every member with one of the suffixes, shard by shard, as `shard.tar/member`. A look at the headers tells where
+    each one begins; it is read from there."""
+    names, where = [], []
+    for number, shard in enumerate(shards):
+        try:
+            with tarfile.open(shard, "r:") as tar:
+                for member in tar:
+                    if member.isfile() and member.name.lower().endswith(tuple(suffixes)):
+                        names.append(f"{shard}/{member.name}")
+                        where.append((number, member.offset_data, member.size))
+        except FileNotFoundError:
+            raise UserError(f"{shard}: no such file") from None
+        except (OSError, tarfile.TarError) as error:
+            raise UserError(f"{shard}: not a tar file without compression ({error})") from None
+    return _streamed(functools.partial(_read_part, list(shards), np.array(where, dtype=np.int64)), names, size, workers)
+
+
+def _read_part(shards: list[Path], where: np.ndarray, item: int) -> bytes:
+    number, start, length = where[item].tolist()
+    with open(shards[number], "rb") as file:
+        file.seek(start)
+        return file.read(length)
+
+
+def from_parquet(shards: Sequence[Path], column: str, size: tuple[int, int, int], workers: int = 2) -> Streamed:
+    """The rows of a column of encoded images, or of {bytes, path} as Hugging Face keeps them, as `x.parquet, row N`. A
+    row is read with its row group: shards for streaming have small ones, about a hundred rows."""
+    parquet = _parquet()
+    names: list[str] = []
+    groups = []  # shard, group, first row of all
+    for number, shard in enumerate(shards):
+        try:
+            meta = parquet.read_metadata(shard)
+        except FileNotFoundError:
+            raise UserError(f"{shard}: no such file") from None
+        except (OSError, ValueError) as error:
+            raise UserError(f"{shard}: not a parquet file ({error})") from None
+        if column not in meta.schema.to_arrow_schema().names:
+            raise UserError(f"{shard}: there is no column {column!r}")
+        first = len(names)
+        for group in range(meta.num_row_groups):
+            groups.append((number, group, first))
+            first += meta.row_group(group).num_rows
+        names += [f"{shard}, row {row}" for row in range(meta.num_rows)]
+    read = functools.partial(_read_row, list(shards), column, np.array(groups, dtype=np.int64))
+    return _streamed(read, names, size, workers)
+
+
+def _parquet() -> Any:
+    try:
+        import pyarrow.parquet
+    except ImportError:
+        raise UserError("parquet files need pyarrow: pip install 'urrl[parquet]'") from None
+    return pyarrow.parquet
+
+
+def _read_row(shards: list[Path], column: str, groups: np.ndarray, item: int) -> bytes:
+    number = int(np.searchsorted(groups[:, 2], item, side="right")) - 1
+    shard, group, first = groups[number].tolist()
+    value = _read_group(shards[shard], group, column)[item - first].as_py()
+    return (value["bytes"] if isinstance(value, dict) else value) or b""
+
+
+@functools.lru_cache(maxsize=64)
+def _read_group(shard: Path, group: int, column: str) -> Any:
+    return _parquet().ParquetFile(shard).read_row_group(group, columns=[column]).column(0)
+
+
+def _streamed(
+    read: Callable[[int], bytes | Path], names: list[str], size: tuple[int, int, int], workers: int
+) -> Streamed:
+    if not names:
+        raise UserError("there are no images")
+    return Streamed(read, names, torch.arange(len(names)), size, workers)
