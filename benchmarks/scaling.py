@@ -112,12 +112,9 @@ def count(case: str) -> None:
 # ---- model -------------------------------------------------------------------------------------------------
 
 
-def seconds(gpus: int, gradients: float, gathered: float, exchanged: float) -> float:
-    """A ring's time for what is summed, gathered (in all) and exchanged (by each), one after another."""
-    speed = IN_NODE if gpus <= GPUS_A_NODE else BETWEEN
-    share = (gpus - 1) / gpus
-    doublings = (gpus - 1).bit_length()
-    return share * (2 * gradients + gathered + exchanged) / speed + 3 * LATENCY * (1 + doublings)
+def ring(gpus: int, moved: float) -> float:
+    """Seconds for what passes through every GPU."""
+    return (gpus - 1) / gpus * moved / (IN_NODE if gpus <= GPUS_A_NODE else BETWEEN)
 
 
 def table(case: str, moved: dict[str, float]) -> None:
@@ -129,8 +126,9 @@ def table(case: str, moved: dict[str, float]) -> None:
         for gpus in (8, 16, 32, 64):
             rows = batch(gpus)
             compute = moved["flops"] * rows / gpus / GPU
-            exchange = seconds(gpus, moved["gradients"], moved["outputs"] * rows, moved["partners"] * rows / gpus)
-            exchange += seconds(gpus, 0, moved["epoch"] * rows, 0)  # the epoch's part, spread over its steps
+            exchange = ring(gpus, 2 * moved["gradients"] + moved["outputs"] * rows + moved["partners"] * rows / gpus)
+            exchange += 3 * LATENCY * (1 + (gpus - 1).bit_length())  # one after the other, none behind the computing
+            exchange += ring(gpus, moved["epoch"] * rows)  # the epoch's part, spread over its steps
             print(f"{gpus:>6}{rows:>8}{1000 * compute:>9.2f} ms{1000 * exchange:>9.2f} ms"
                   f"{compute / (compute + exchange):>12.2f}")  # fmt: skip
 
