@@ -82,7 +82,7 @@ def fit(method: Method, x: Tensor, policy: AnyPolicy, training: Training, seed: 
     show.start(training.epochs, steps, state.epoch)
     if state.epoch == 0:
         began = time.perf_counter()
-        with counted(training.compile) as counter:
+        with counted(training.compile, folder is not None) as counter:
             method.prepare(x if x.dim() > 2 else normalise(x, policy))  # features may be of any scale
         state.flops += counter.get_total_flops()
         state.seconds += time.perf_counter() - began
@@ -92,7 +92,7 @@ def fit(method: Method, x: Tensor, policy: AnyPolicy, training: Training, seed: 
         began = time.perf_counter()
         torch.manual_seed(derive_seed(seed, "method", epoch))
         method.train()
-        with counted(training.compile) as counter:
+        with counted(training.compile, folder is not None) as counter:
             figures = method.begin_epoch(epoch, lambda: infer(judged, x, policy))
         state.flops += counter.get_total_flops()
         prepared = time.perf_counter()
@@ -104,7 +104,7 @@ def fit(method: Method, x: Tensor, policy: AnyPolicy, training: Training, seed: 
             for group in optimiser.param_groups:
                 group["lr"] = rate
             # The first step's operations are counted, and stand for the epoch's other steps.
-            with counted(training.compile) if number == 0 else contextlib.nullcontext(counter) as counter:
+            with counted(training.compile, folder is not None) if number == 0 else contextlib.nullcontext(counter) as counter:
                 with torch.autocast(x.device.type, half, enabled=half is not None):
                     step = method.loss(batch)
                 optimiser.zero_grad(set_to_none=True)
@@ -125,7 +125,7 @@ def fit(method: Method, x: Tensor, policy: AnyPolicy, training: Training, seed: 
             raise Diverged(f"the weights overflowed in epoch {epoch + 1} (learning rate {rate:.4g})")
         trained = time.perf_counter()
 
-        with counted(training.compile) as counter:
+        with counted(training.compile, folder is not None) as counter:
             exam = examine(judged)
         state.flops += counter.get_total_flops()
         state.epoch = epoch + 1
@@ -171,8 +171,12 @@ def half_precision(device: torch.device) -> torch.dtype | None:
 
 
 @contextlib.contextmanager
-def counted(compiled: bool) -> Iterator[FlopCounterMode]:
-    """Counts operations; a compiled network runs uncompiled for it, since the counter does not see into its code."""
+def counted(compiled: bool, recorded: bool) -> Iterator[FlopCounterMode]:
+    """Counts operations; a compiled network runs uncompiled for it, since the counter does not see into its code.
+    Counting doubles the time of small tensors: only for a run that leaves a record."""
+    if not recorded:
+        yield FlopCounterMode(display=False)
+        return
     eager = torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()  # its import is slow
     with eager, FlopCounterMode(display=False) as counter:
         yield counter

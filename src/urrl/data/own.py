@@ -63,7 +63,8 @@ def _features(array: np.ndarray) -> Tensor:
     wrong = (~np.isfinite(array)).nonzero()
     if len(wrong[0]):
         row, column = int(wrong[0][0]), int(wrong[1][0])
-        raise UserError(f"row {row}: feature {column} is {array[row, column]} ({len(np.unique(wrong[0]))} such rows)")
+        what = "NaN" if np.isnan(array[row, column]) else "inf"
+        raise UserError(f"row {row}: feature {column} is {what} ({len(np.unique(wrong[0]))} such rows)")
     return torch.from_numpy(np.ascontiguousarray(array))
 
 
