@@ -22,9 +22,9 @@ from urrl.data.own import as_items, from_arrays
 from urrl.errors import UserError
 from urrl.evaluate import infer, set_scores
 from urrl.functional import renormalise_on
+from urrl.labels import row_blocks
 from urrl.likelihood import estimate_mu, log_given
 from urrl.methods import Method
-from urrl.methods.irnet import IRNet
 from urrl.methods.urrl import URRL
 from urrl.nets import Network, Out
 from urrl.parse import parse_candidates
@@ -168,9 +168,11 @@ class PartialLabelClassifier(ClassNamePrefixFeaturesOutMixin, TransformerMixin, 
         assert dataset.S is not None
         S, l = dataset.S.clone(), torch.zeros(dataset.S.shape)
         added = torch.full(S.shape, -1, dtype=torch.int16)
-        S[train.index], l[train.index] = method.S.cpu(), method.l.cpu()
-        if isinstance(method, (URRL, IRNet)):
-            added[train.index] = method.added.cpu()
+        for rows in row_blocks(method.S):
+            items = train.index[rows.cpu()]
+            S[items], l[items] = method.S[rows].cpu(), method.l[rows].cpu()
+            if hasattr(method, "added"):
+                added[items] = method.added[rows].cpu()
         if len(val):
             assert val.S is not None
             f = infer(method.net, val.x, policy).logits.cpu().softmax(1)

@@ -36,6 +36,8 @@ def as_items(x: Any) -> Tensor:
     """(n, d) float features or (n, ch, H, W) uint8 images from an array, a tensor, a frame, a column, a list of rows,
     of images or of paths of image files."""
     if isinstance(x, Tensor):
+        if x.dim() == 4:
+            return x  # as torch has images: (n, ch, H, W)
         x = x.detach().cpu().numpy()
     if isinstance(x, (list, tuple)) or type(x).__name__ in ("Column", "Series", "ChunkedArray"):
         x = _from_rows(list(x))
