@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import json
 import math
 import time
@@ -60,6 +61,7 @@ def fit(method: Method, x: Tensor, policy: AnyPolicy, training: Training, seed: 
     optimiser = torch.optim.SGD(
         _parameter_groups(net, training), training.lr, training.momentum, nesterov=training.nesterov
     )
+    counting = functools.partial(counted, training.compile, folder is not None)
     half = half_precision(x.device)
     scaler = torch.amp.GradScaler(x.device.type, enabled=half == torch.float16)
     if training.compile:
@@ -82,7 +84,7 @@ def fit(method: Method, x: Tensor, policy: AnyPolicy, training: Training, seed: 
     show.start(training.epochs, steps, state.epoch)
     if state.epoch == 0:
         began = time.perf_counter()
-        with counted(training.compile, folder is not None) as counter:
+        with counting() as counter:
             method.prepare(x if x.dim() > 2 else normalise(x, policy))  # features may be of any scale
         state.flops += counter.get_total_flops()
         state.seconds += time.perf_counter() - began
@@ -92,7 +94,7 @@ def fit(method: Method, x: Tensor, policy: AnyPolicy, training: Training, seed: 
         began = time.perf_counter()
         torch.manual_seed(derive_seed(seed, "method", epoch))
         method.train()
-        with counted(training.compile, folder is not None) as counter:
+        with counting() as counter:
             figures = method.begin_epoch(epoch, lambda: infer(judged, x, policy))
         state.flops += counter.get_total_flops()
         prepared = time.perf_counter()
@@ -104,7 +106,7 @@ def fit(method: Method, x: Tensor, policy: AnyPolicy, training: Training, seed: 
             for group in optimiser.param_groups:
                 group["lr"] = rate
             # The first step's operations are counted, and stand for the epoch's other steps.
-            with counted(training.compile, folder is not None) if number == 0 else contextlib.nullcontext(counter) as counter:
+            with counting() if number == 0 else contextlib.nullcontext(counter) as counter:
                 with torch.autocast(x.device.type, half, enabled=half is not None):
                     step = method.loss(batch)
                 optimiser.zero_grad(set_to_none=True)
@@ -125,7 +127,7 @@ def fit(method: Method, x: Tensor, policy: AnyPolicy, training: Training, seed: 
             raise Diverged(f"the weights overflowed in epoch {epoch + 1} (learning rate {rate:.4g})")
         trained = time.perf_counter()
 
-        with counted(training.compile, folder is not None) as counter:
+        with counting() as counter:
             exam = examine(judged)
         state.flops += counter.get_total_flops()
         state.epoch = epoch + 1
