@@ -16,7 +16,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor
 
 from urrl.candidates import CandidateSets
-from urrl.data import Dataset, Part
+from urrl.data import Dataset, Splits
 from urrl.data.augment import AnyPolicy, find_policy
 from urrl.data.own import as_items, from_arrays
 from urrl.errors import UserError
@@ -27,6 +27,7 @@ from urrl.likelihood import estimate_mu, log_given
 from urrl.methods import Method
 from urrl.methods.urrl import URRL
 from urrl.nets import Network, Out
+from urrl.noise import Noise, estimate_noise
 from urrl.parse import parse_candidates
 from urrl.progress import Progress
 from urrl.run import build_method, learn, make_own_run, pick_device
@@ -54,7 +55,8 @@ class PartialLabelClassifier(ClassNamePrefixFeaturesOutMixin, TransformerMixin, 
 
     After fit: `classes_`; for each row of X `label_distributions_` (n, C), `candidates_` (n, C) bool, with the labels
     that were added, `transduction_`, its likeliest label; `added_` (n, C), the epoch in which a label was added or -1;
-    `history_`, a record of each epoch; `best_epoch_`; `network_`.
+    `noise_`, how unreliable the sets are, judged by the held-out rows (None without any); `history_`, a record of each
+    epoch; `best_epoch_`; `network_`.
     """
 
     def __init__(
@@ -91,10 +93,13 @@ class PartialLabelClassifier(ClassNamePrefixFeaturesOutMixin, TransformerMixin, 
         with self._threads(), _random_state_of_torch_kept():
             method = build_method(run, tuple(x.shape[1:]), given, self.device)
             state = learn(method, splits, given, policy, run.training, seed, None, False, Progress(not self.verbose))
-            l, S, added = self._about_labels(method, dataset, splits.train, splits.val, policy, state.best_epoch)
+            f = infer(method.net, splits.val.x, policy).logits.cpu().softmax(1) if len(splits.val) else torch.empty(0)
+            l, S, added = _about_labels(method, dataset, splits, f, state.best_epoch)
         self.classes_ = np.asarray(names)
         self.label_distributions_, self.candidates_, self.added_ = l.numpy(), S.numpy(), added.numpy()
         self.transduction_ = self.classes_[self.label_distributions_.argmax(1)]
+        held = sets.mask[splits.val.index]
+        self.noise_ = estimate_noise(f, held) if int((~held.all(1)).sum()) >= 2 else None
         self.history_, self.best_epoch_ = state.history, state.best_epoch
         self.network_: Network = method.net.cpu()
         self.policy_ = policy
@@ -121,6 +126,11 @@ class PartialLabelClassifier(ClassNamePrefixFeaturesOutMixin, TransformerMixin, 
         f, S = self._scored(X, y)
         covered = S[np.arange(len(S)), f.argmax(1)].numpy()
         return float(np.average(covered, weights=sample_weight))
+
+    def estimate_noise(self, X: Any, y: Any) -> Noise:
+        """How unreliable the candidate sets y are, by predictions that have not seen them: X and y are other rows than
+        those of fit."""
+        return estimate_noise(*self._scored(X, y))
 
     def _scored(self, X: Any, y: Any) -> tuple[Tensor, Tensor]:
         """(predictions, candidate sets), (n, C) each; a candidate that the classifier does not know is no column."""
@@ -160,31 +170,6 @@ class PartialLabelClassifier(ClassNamePrefixFeaturesOutMixin, TransformerMixin, 
         if getattr(getattr(y, "dtype", None), "kind", "") == "f" and y.ndim == 1:
             check_classification_targets(np.asarray(y)[~np.isnan(np.asarray(y))])
         return parse_candidates(y, self.classes)
-
-    def _about_labels(self, method: Method, dataset: Dataset, train: Part, val: Part, policy: AnyPolicy, epoch: int
-                      ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """(l, S, epoch of an addition or -1) of every row. The held-out rows get what the network says and how likely
-        their sets are under it, by the rule by which the others were corrected."""
-        assert dataset.S is not None
-        S, l = dataset.S.clone(), torch.zeros(dataset.S.shape)
-        added = torch.full(S.shape, -1, dtype=torch.int16)
-        for rows in row_blocks(method.S):
-            items = train.index[rows.cpu()]
-            S[items], l[items] = method.S[rows].cpu(), method.l[rows].cpu()
-            if hasattr(method, "added"):
-                added[items] = method.added[rows].cpu()
-        if len(val):
-            assert val.S is not None
-            f = infer(method.net, val.x, policy).logits.cpu().softmax(1)
-            if isinstance(method, URRL):
-                mu = float(method.mu) if method.mu >= 0 else estimate_mu(f, val.S)
-                f = (f.clamp_min(1e-8).log() + log_given(val.S, mu)).softmax(1)
-                best, label = f.max(1)
-                enters = (best > method.config.phi) & ~val.S[torch.arange(len(val)), label]
-                S[val.index[enters], label[enters]] = True
-                added[val.index[enters], label[enters]] = epoch
-            l[val.index] = renormalise_on(S[val.index], f)
-        return l, S, added
 
     def _infer(self, X: Any) -> Out:
         check_is_fitted(self)
@@ -235,6 +220,31 @@ def candidate_score(estimator: PartialLabelClassifier, X: Any, y: Any) -> float:
     """A scorer for `GridSearchCV(..., scoring=candidate_score)` and `cross_val_score` where y are candidate sets: their
     log-likelihood under the predictions, which allows for sets that miss the true label."""
     return set_scores(*estimator._scored(X, y))["likelihood"]
+
+
+def _about_labels(method: Method, dataset: Dataset, splits: Splits, f: Tensor, epoch: int
+                  ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(l, S, epoch of an addition or -1) of every row. The held-out rows get what the network says of them, f, and how
+    likely their sets are under it, by the rule by which URRL corrects the others."""
+    assert dataset.S is not None
+    S, l = dataset.S.clone(), torch.zeros(dataset.S.shape)
+    added = torch.full(S.shape, -1, dtype=torch.int16)
+    for rows in row_blocks(method.S):
+        items = splits.train.index[rows.cpu()]
+        S[items], l[items] = method.S[rows].cpu(), method.l[rows].cpu()
+        if hasattr(method, "added"):
+            added[items] = method.added[rows].cpu()
+    held = splits.val.index
+    if len(held) and isinstance(method, URRL):
+        mu = float(method.mu) if method.mu >= 0 else estimate_mu(f, S[held])
+        f = (f.clamp_min(1e-8).log() + log_given(S[held], mu)).softmax(1)
+        best, label = f.max(1)
+        enters = (best > method.config.phi) & ~S[held, label]
+        S[held[enters], label[enters]] = True
+        added[held[enters], label[enters]] = epoch
+    if len(held):
+        l[held] = renormalise_on(S[held], f)
+    return l, S, added
 
 
 def _are_paths(X: Any) -> bool:

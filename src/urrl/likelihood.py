@@ -45,9 +45,14 @@ def set_nll(logits: Tensor, S: Tensor, mu: float | Tensor) -> Tensor:
 
 def set_log_likelihood(f: Tensor, S: Tensor, mu: float | Tensor) -> Tensor:
     """The mean over the items of log sum_y f_y P(S | y), for probabilities f (n, C); mu (m, 1) gives m of them."""
+    return set_log_likelihood_of(f, S, mu).mean(-1)
+
+
+def set_log_likelihood_of(f: Tensor, S: Tensor, mu: float | Tensor) -> Tensor:
+    """The same of each item, (n,) or (m, n)."""
     on_set = (f * S).sum(1).clamp(1e-6, 1 - 1e-6)
     inside, outside = log_odds(S, mu)
-    return torch.logaddexp(on_set.log() + inside, (1 - on_set).log() + outside).mean(-1)
+    return torch.logaddexp(on_set.log() + inside, (1 - on_set).log() + outside)
 
 
 def estimate_mu(f: Tensor, S: Tensor) -> float:
