@@ -172,6 +172,7 @@ def test_bad_settings_get_a_line():
     for clf, message in (
         (URRLClassifier(options={"no_such": 1}), "no_such: no such option"),
         (URRLClassifier(phi=2.0), "phi must be between 0 and 1"),
+        (URRLClassifier(phi="high"), "phi is 'auto' or a number"),
         (URRLClassifier(validation_fraction=1.0), "validation_fraction is a share"),
         (URRLClassifier(classes=["cat", "dog"]), "class 'lynx' is unknown"),
         (URRLClassifier(device="abacus"), "device 'abacus' cannot be used"),

@@ -25,7 +25,7 @@ from urrl.functional import renormalise_on
 from urrl.labels import row_blocks
 from urrl.likelihood import estimate_mu, log_given
 from urrl.methods import Method
-from urrl.methods.urrl import URRL
+from urrl.methods.urrl import URRL, class_thresholds
 from urrl.nets import Network, Out
 from urrl.noise import Noise, estimate_noise
 from urrl.parse import parse_candidates
@@ -194,13 +194,14 @@ class PartialLabelClassifier(ClassNamePrefixFeaturesOutMixin, TransformerMixin, 
 class URRLClassifier(PartialLabelClassifier):
     """URRL: learns from candidate labels that may all be wrong, and says which were.
 
-    phi   a label outside a set enters it where its share of the vote exceeds this; None: as the recipe has it
+    phi   a label outside a set enters it where its share of the vote exceeds this; "auto": a threshold for each class,
+          which follows the confidence
 
     Everything else as in PartialLabelClassifier.
     """
 
     def __init__(
-        self, *, phi: float | None = None, classes: Sequence[Any] | None = None, epochs: int | None = None,
+        self, *, phi: float | str = "auto", classes: Sequence[Any] | None = None, epochs: int | None = None,
         batch_size: int | None = None, lr: float | None = None, width: int | None = None,
         augment: AnyPolicy | None = None, validation_fraction: float = 0.1, options: dict[str, Any] | None = None,
         random_state: Any = None, n_jobs: int | None = None, device: str = "auto", verbose: int = 0,
@@ -213,7 +214,9 @@ class URRLClassifier(PartialLabelClassifier):
         self.phi = phi
 
     def _settings(self) -> dict[str, Any]:
-        return ({} if self.phi is None else {"phi": float(self.phi)}) | super()._settings()
+        if isinstance(self.phi, str) and self.phi != "auto":
+            raise UserError(f"phi is 'auto' or a number, not {self.phi!r}")
+        return ({"adapt": True} if self.phi == "auto" else {"phi": float(self.phi)}) | super()._settings()
 
 
 def candidate_score(estimator: PartialLabelClassifier, X: Any, y: Any) -> float:
@@ -239,7 +242,8 @@ def _about_labels(method: Method, dataset: Dataset, splits: Splits, f: Tensor, e
         mu = float(method.mu) if method.mu >= 0 else estimate_mu(f, S[held])
         f = (f.clamp_min(1e-8).log() + log_given(S[held], mu)).softmax(1)
         best, label = f.max(1)
-        enters = (best > method.config.phi) & ~S[held, label]
+        phi = class_thresholds(f, S[held])[label] if method.config.adapt else method.config.phi
+        enters = (best > phi) & ~S[held, label]
         S[held[enters], label[enters]] = True
         added[held[enters], label[enters]] = epoch
     if len(held):
