@@ -127,7 +127,7 @@ def test_bad_items_get_a_line_with_their_row_or_file(tmp_path):
     nan = np.zeros((4, 3))
     nan[2, 1] = np.nan
     for x, message in (
-        (nan, "row 2: feature 1 is nan"),
+        (nan, "row 2: feature 1 is NaN"),
         ([[1, 2], [3]], r"row 1 has the shape \(1,\), row 0 has \(2,\)"),
         (np.zeros(4), "items are features"),
         ([], "the list is empty"),

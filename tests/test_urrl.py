@@ -14,7 +14,7 @@ from urrl.functional import complement_nll, kl_to, log_one_minus_softmax, renorm
 from urrl.likelihood import log_given
 from urrl.methods import Batch
 from urrl.methods.base import Step
-from urrl.methods.urrl import URRL, URRLConfig, corrections, prototypes
+from urrl.methods.urrl import URRL, URRLConfig, class_thresholds, corrections, prototypes
 from urrl.nets import Out
 from urrl.warmstart import ballot, principal_components
 
@@ -279,3 +279,21 @@ def test_one_view_without_a_loss_is_refused():
         method = blob_method(URRL, S, config)
         step = method.loss(Batch(torch.arange(8), {"weak": torch.randn(8, *method.shape)}))
         assert torch.isfinite(step.total) and len(step.terms) == 1
+
+
+def test_class_thresholds_by_hand():
+    p = torch.tensor([[0.9, 0.1, 0.0], [0.7, 0.2, 0.1], [0.99, 0.01, 0.0], [0.1, 0.4, 0.3], [0.0, 0.0, 1.0]])
+    S = torch.tensor([[1, 1, 0], [1, 0, 0], [0, 1, 0], [0, 1, 0], [1, 1, 0]]).bool()
+    # class 0: of rows 0 and 1, which have it (row 2 has not); class 1: row 3, too unsure; class 2: of no row
+    torch.testing.assert_close(class_thresholds(p, S), torch.tensor([0.8, 0.5, 0.5]))
+
+
+def test_a_threshold_for_each_class():
+    rng = torch.Generator().manual_seed(0)
+    S = random_sets(60, 4, rng)
+    f, q, l = torch.rand(60, 4, generator=rng).softmax(1), unit_rows(60, 5, rng), distribution_on(S, rng)
+    phi = torch.tensor([0.2, 0.3, 0.9, 0.25])
+    rows, labels, _ = corrections(f, q, l, S, 5, 0.3, phi)
+    everything = corrections(f, q, l, S, 5, 0.3, 0.0)
+    wanted = {(r, c) for r, c, s in zip(*(t.tolist() for t in everything)) if s > phi[c]}
+    assert set(zip(rows.tolist(), labels.tolist())) == wanted and wanted and 2 not in labels.tolist()

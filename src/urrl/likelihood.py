@@ -44,19 +44,23 @@ def set_nll(logits: Tensor, S: Tensor, mu: float | Tensor) -> Tensor:
 
 
 def set_log_likelihood(f: Tensor, S: Tensor, mu: float | Tensor) -> Tensor:
-    """The mean over the items of log sum_y f_y P(S | y), for probabilities f (n, C)."""
+    """The mean over the items of log sum_y f_y P(S | y), for probabilities f (n, C); mu (m, 1) gives m of them."""
+    return set_log_likelihood_of(f, S, mu).mean(-1)
+
+
+def set_log_likelihood_of(f: Tensor, S: Tensor, mu: float | Tensor) -> Tensor:
+    """The same of each item, (n,) or (m, n)."""
     on_set = (f * S).sum(1).clamp(1e-6, 1 - 1e-6)
     inside, outside = log_odds(S, mu)
-    return torch.logaddexp(on_set.log() + inside, (1 - on_set).log() + outside).mean()
+    return torch.logaddexp(on_set.log() + inside, (1 - on_set).log() + outside)
 
 
 def estimate_mu(f: Tensor, S: Tensor) -> float:
-    """The mu under which the sets as given are likeliest, for predictions f (n, C). Concave in mu: ternary search."""
+    """The mu under which the sets as given are likeliest, for predictions f (n, C). Concave in mu, so a grid and then a
+    finer one around its best point find it."""
     low, high = 1e-3, 0.95
-    for _ in range(24):
-        third = (high - low) / 3
-        if set_log_likelihood(f, S, low + third) < set_log_likelihood(f, S, high - third):
-            low += third
-        else:
-            high -= third
+    for _ in range(3):
+        grid = torch.linspace(low, high, 17, device=S.device)[:, None]
+        best = int(set_log_likelihood(f, S, grid).argmax())
+        low, high = float(grid[max(0, best - 1)]), float(grid[min(16, best + 1)])
     return (low + high) / 2

@@ -104,8 +104,8 @@ def _as_mask(candidates: Any) -> Tensor | None:
         candidates = candidates.toarray()
     elif hasattr(candidates, "to_numpy") and len(getattr(candidates, "shape", ())) == 2:
         candidates = candidates.to_numpy()  # a frame
-    elif isinstance(candidates, Tensor):
-        candidates = candidates.cpu().numpy()
+    elif hasattr(candidates, "__array__"):
+        candidates = np.asarray(candidates)
     if not isinstance(candidates, np.ndarray) or candidates.ndim != 2 or candidates.dtype.kind in "OUS":
         return None
     if candidates.shape[1] == 1 and candidates.dtype != bool:
@@ -130,6 +130,8 @@ def _rows(candidates: Any) -> Iterable[Any]:
         )
     if hasattr(candidates, "to_numpy") and len(getattr(candidates, "shape", ())) == 2:  # a frame
         candidates = candidates.to_numpy()
+    elif hasattr(candidates, "__array__") and not isinstance(candidates, Iterable):
+        candidates = np.asarray(candidates)
     if isinstance(candidates, np.ndarray) and candidates.ndim == 2 and candidates.shape[1] == 1:
         candidates = candidates[:, 0]
     if isinstance(candidates, np.ndarray) and candidates.ndim == 0:

@@ -55,7 +55,9 @@ def make_run(
         splits, sets = split(dataset, split_kind, seed, subset), CandidateSets.load(candidates)
     if len(splits.train) < 2:
         raise UserError("training takes at least 2 items")
-    run = resolved(by_size(len(splits.train), tuple(splits.train.x.shape[1:])) if splits.train.x.dim() == 2 else None)
+    run = resolved(
+        by_size(len(splits.train), tuple(splits.train.x.shape[1:]), method) if splits.train.x.dim() == 2 else None
+    )
     origin: dict[str, Any] = {key: sets.about.get(key) for key in ("eta", "mu", "convention")}
     run = dataclasses.replace(run, **origin)
     if candidates is None:
@@ -105,7 +107,7 @@ def make_own_run(
         raise UserError("training takes at least 2 items with candidate sets")
     sets = CandidateSets(splits.train.S)
     run = resolve(
-        dataset.name, method, "fast", METHODS[method].Config, settings, by_size(n, shape), eta=None, mu=None,
+        dataset.name, method, "fast", METHODS[method].Config, settings, by_size(n, shape, method), eta=None, mu=None,
         convention=None, seed=seed, split=f"holdout {validation:g}", subset=None, sets_sha256=sets.sha256,
         data_sha256=data_sha256(dataset.x),
     )  # fmt: skip

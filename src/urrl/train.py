@@ -62,6 +62,7 @@ def fit(method: Method, x: Items, policy: AnyPolicy, training: Training, seed: i
     optimiser = torch.optim.SGD(
         _parameter_groups(net, training), training.lr, training.momentum, nesterov=training.nesterov
     )
+    counting = functools.partial(counted, training.compile, folder is not None)
     half = half_precision(x.device)
     scaler = torch.amp.GradScaler(x.device.type, enabled=half == torch.float16)
     if training.compile:
@@ -87,7 +88,7 @@ def fit(method: Method, x: Items, policy: AnyPolicy, training: Training, seed: i
     show.start(training.epochs, steps, state.epoch)
     if state.epoch == 0:
         began = time.perf_counter()
-        with counted(training.compile) as counter:
+        with counting() as counter:
             # features may be of any scale
             method.prepare(normalise(x, policy) if isinstance(x, Tensor) and x.dim() == 2 else x)
         state.flops += _operations(counter)
@@ -98,7 +99,7 @@ def fit(method: Method, x: Items, policy: AnyPolicy, training: Training, seed: i
         began = time.perf_counter()
         torch.manual_seed(derive_seed(seed, "method", epoch))
         method.train()
-        with counted(training.compile) as counter:
+        with counting() as counter:
             figures = method.begin_epoch(epoch, lambda: infer(judged, x, policy))
         state.flops += _operations(counter)
         prepared = time.perf_counter()
@@ -110,7 +111,7 @@ def fit(method: Method, x: Items, policy: AnyPolicy, training: Training, seed: i
             for group in optimiser.param_groups:
                 group["lr"] = rate
             # The first step's operations are counted, and stand for the epoch's other steps.
-            with counted(training.compile) if number == 0 else contextlib.nullcontext(counter) as counter:
+            with counting() if number == 0 else contextlib.nullcontext(counter) as counter:
                 with torch.autocast(x.device.type, half, enabled=half is not None):
                     step = method.loss(batch)
                 optimiser.zero_grad(set_to_none=True)
@@ -133,7 +134,7 @@ def fit(method: Method, x: Items, policy: AnyPolicy, training: Training, seed: i
         distributed.average_statistics(method, judged)
         trained = time.perf_counter()
 
-        with counted(training.compile) as counter:
+        with counting() as counter:
             exam = examine(judged)
         state.flops += _operations(counter)
         state.epoch = epoch + 1
@@ -179,8 +180,12 @@ def half_precision(device: torch.device) -> torch.dtype | None:
 
 
 @contextlib.contextmanager
-def counted(compiled: bool) -> Iterator[FlopCounterMode]:
-    """Counts operations; a compiled network runs uncompiled for it, since the counter does not see into its code."""
+def counted(compiled: bool, recorded: bool) -> Iterator[FlopCounterMode]:
+    """Counts operations; a compiled network runs uncompiled for it, since the counter does not see into its code.
+    Counting doubles the time of small tensors: only for a run that leaves a record."""
+    if not recorded:
+        yield FlopCounterMode(display=False)
+        return
     eager = torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()  # its import is slow
     with eager, FlopCounterMode(display=False) as counter:
         yield counter

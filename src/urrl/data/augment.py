@@ -45,8 +45,8 @@ class Features:
 
     mean: tuple[float, ...]  # per feature
     std: tuple[float, ...]
-    jitter: float = 0.1  # standard deviation of the noise that a weak view adds; a strong view adds twice as much
-    swap: float = 0.1  # share of a weak view's features taken from another item of the batch; twice in a strong one
+    jitter: float = 0.3  # standard deviation of the noise that a weak view adds; a strong view adds twice as much
+    swap: float = 0.2  # share of a weak view's features taken from another item of the batch; twice in a strong one
 
 
 AnyPolicy = Policy | Features

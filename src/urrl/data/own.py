@@ -37,6 +37,8 @@ def as_items(x: Any) -> Tensor:
     """(n, d) float features or (n, ch, H, W) uint8 images from an array, a tensor, a frame, a column, a list of rows,
     of images or of paths of image files."""
     if isinstance(x, Tensor):
+        if x.dim() == 4:
+            return x  # as torch has images: (n, ch, H, W)
         x = x.detach().cpu().numpy()
     if isinstance(x, (list, tuple)) or type(x).__name__ in ("Column", "Series", "ChunkedArray"):
         x = _from_rows(list(x))
@@ -64,7 +66,8 @@ def _features(array: np.ndarray) -> Tensor:
     wrong = (~np.isfinite(array)).nonzero()
     if len(wrong[0]):
         row, column = int(wrong[0][0]), int(wrong[1][0])
-        raise UserError(f"row {row}: feature {column} is {array[row, column]} ({len(np.unique(wrong[0]))} such rows)")
+        what = "NaN" if np.isnan(array[row, column]) else "inf"
+        raise UserError(f"row {row}: feature {column} is {what} ({len(np.unique(wrong[0]))} such rows)")
     return torch.from_numpy(np.ascontiguousarray(array))
 
 

@@ -38,6 +38,7 @@ class URRLConfig:
     tau: float = option(0.3, "temperature of the prototypes and of the KNN weights", 1e-4)
     k: int = option(200, "neighbours K that vote in the correction", 1)
     phi: float = option(0.7, "a label outside S enters it where its share of the vote exceeds this", 0, 1)
+    adapt: bool = option(False, "in place of phi, a threshold for each class that follows the confidence")
     alpha: float = option(8.0, "mixup draws lambda from Beta(alpha, alpha); 0 = no mixing", 0)
     ramp_epochs: int = option(0, "epochs over which w_m and w_cr grow from zero; 0 = none", 0)
     correct_from_epoch: int = option(0, "first epoch (from 0) that begins with a correction of S", 0)
@@ -89,7 +90,9 @@ class URRL(Method):
         if c.vote == "labels":
             self.z.copy_(prototypes(out.q, self.l))
             if c.use_correction and epoch >= c.correct_from_epoch:
-                rows, labels, share = corrections(out.logits.softmax(1), out.q, self.l, self.S, c.k, c.tau, c.phi)
+                f = out.logits.softmax(1)
+                phi = class_thresholds(f, self.S) if c.adapt else c.phi
+                rows, labels, share = corrections(f, out.q, self.l, self.S, c.k, c.tau, phi)
                 # NOTE: the paper does not say what l becomes; the new label enters with its share of the vote.
                 self.enter(rows, labels, share, epoch)
         else:
@@ -119,7 +122,8 @@ class URRL(Method):
             p = (share(rows).clamp_min(1e-8).log() + log_given(self.given(rows), mu)).softmax(1)
             if c.use_correction and epoch >= c.correct_from_epoch:
                 best, label = p.max(1)
-                enters = (best > c.phi) & ~self.S[rows].gather(1, label[:, None]).squeeze(1)
+                phi = class_thresholds(p, self.S[rows])[label] if c.adapt else c.phi
+                enters = (best > phi) & ~self.S[rows].gather(1, label[:, None]).squeeze(1)
                 self.enter(rows[enters], label[enters], best[enters], epoch)
             self.l[rows] = renormalise_on(self.S[rows], p)
 
@@ -182,7 +186,19 @@ def prototypes(q: Tensor, l: Tensor | Rows) -> Tensor:
     return F.normalize(torch.stack([l[rows].T @ q[rows] for rows in row_blocks(l)]).sum(0) / len(q), dim=1)
 
 
-def corrections(f: Tensor, q: Tensor, l: Tensor | Rows, S: Tensor | Rows, k: int, tau: float, phi: float
+def class_thresholds(p: Tensor, S: Tensor | Rows) -> Tensor:
+    """(C,): the mean confidence in each class over the items that are given it by argmax p and have it in S, at least
+    1/2. A label enters another item where p is surer of it than of the items that have it already."""
+    total, count = torch.zeros(2, p.shape[1], device=p.device)
+    for rows in row_blocks(S):
+        best, label = p[rows].max(1)
+        there = S[rows].gather(1, label[:, None]).squeeze(1)
+        total.index_add_(0, label[there], best[there])
+        count.index_add_(0, label[there], torch.ones_like(best[there]))
+    return (total / count.clamp_min(1)).clamp_min(0.5)
+
+
+def corrections(f: Tensor, q: Tensor, l: Tensor | Rows, S: Tensor | Rows, k: int, tau: float, phi: float | Tensor
                 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(rows, labels, shares) of what enters S: argmax of pi = f/2 + vote/2 where it is outside S and above phi.
 
@@ -190,7 +206,8 @@ def corrections(f: Tensor, q: Tensor, l: Tensor | Rows, S: Tensor | Rows, k: int
     and only those are searched. Exact.
     """
     slack = 1e-5  # for the rounding of the vote's sum
-    can = [f[rows].masked_fill(S[rows], 0).amax(1) > 2 * phi - 1 - slack for rows in row_blocks(S)]
+    phi = torch.as_tensor(phi, device=q.device).expand(S.shape[1])  # (C,)
+    can = [(f[rows].masked_fill(S[rows], 0) > 2 * phi - 1 - slack).any(1) for rows in row_blocks(S)]
     possible = torch.cat(can).nonzero().squeeze(1)
     found = [(q[:0, 0], possible[:0])]
     for row, similarity, neighbour in cosine_topk(q, k, possible[share(len(possible))]):  # each process its part
@@ -199,7 +216,7 @@ def corrections(f: Tensor, q: Tensor, l: Tensor | Rows, S: Tensor | Rows, k: int
         best, label = (f[row] / 2 + vote / 2).max(1)
         found.append((best, label))
     best, label = (gather([torch.cat(part)], len(possible))[0] for part in zip(*found))
-    enters = best > phi
+    enters = best > phi[label]
     possible, label, best = possible[enters], label[enters], best[enters]
     enters = ~S[possible].gather(1, label[:, None]).squeeze(1)
     return possible[enters], label[enters], best[enters]
