@@ -199,7 +199,9 @@ def test_the_page_in_a_browser(tmp_path):
     assert [row[1] for row in shown.body] == worst["item"].tolist()
     assert [row[3] for row in shown.body] == worst["suggested"].tolist()
     pictures = [attrs for tag, attrs in shown.tags if tag == "img"]
-    assert len(pictures) == len(worst) + worst["neighbours"].map(len).sum() and all(a["src"].startswith("data:image/png") for a in pictures)
+    assert len(pictures) == len(worst) + worst["neighbours"].map(len).sum() and all(
+        a["src"].startswith("data:image/png") for a in pictures
+    )
     outside = [a for _, attrs in shown.tags for a in attrs.items() if a[0] in ("src", "href") and "data:" not in a[1]]
     assert not outside  # self-contained
 

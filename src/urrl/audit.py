@@ -126,6 +126,8 @@ def audit_run(folder: Path, data_dir: Path | None = None, device: str = "auto") 
     config = json.loads((folder / "config.json").read_text())
     given = CandidateSets.load(folder / "candidates.npz").mask
     state = checkpoint.load(folder / checkpoint.LAST)["method"]
+    if "l" not in state:
+        raise UserError(f"{folder}: a run on so many items and classes is not audited: its labels are kept sparse")
     if config.get("source"):
         loaded = load_source(config["source"])
         dataset, names = loaded.dataset, loaded.items

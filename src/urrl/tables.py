@@ -57,7 +57,7 @@ def _cell(value: Any) -> str:
 def read_table(path: Path, numbers: Callable[[list[str]], Collection[str]] = lambda names: (),
                skipped: list[str] | None = None) -> pd.DataFrame:  # fmt: skip
     """A table as it is in the file. All that is in a .csv is text, but for the columns of `numbers(names)`, where what
-    is no number is nan. The index says where a row is, for messages: "line 7" or "row 5". Rows with too many or too few
+    is no number is nan. The index, "line" or "row", says where a row is, for messages. Rows with too many or too few
     fields are refused or, with a list to note them in, `skipped`."""
     try:
         if path.suffix == ".csv":
@@ -74,13 +74,13 @@ def read_table(path: Path, numbers: Callable[[list[str]], Collection[str]] = lam
         raise
     except UNREADABLE as error:
         raise UserError(f"{path}: not a table ({' '.join(str(error).split())})") from None
-    return frame.set_axis([f"row {i}" for i in range(len(frame))])
+    return frame.set_axis(pd.RangeIndex(len(frame), name="row"))
 
 
 def _read_csv(path: Path, numbers: Callable[[list[str]], Collection[str]], skipped: list[str] | None) -> pd.DataFrame:
     chunks: list[pd.DataFrame] = []
     rows: list[list[str]] = []
-    places: list[str] = []
+    places: list[int] = []
     with open(path, newline="", encoding="utf-8-sig") as file:
         lines = csv.reader(file)
         try:
@@ -91,7 +91,7 @@ def _read_csv(path: Path, numbers: Callable[[list[str]], Collection[str]], skipp
             for row in lines:
                 if len(row) == len(names):
                     rows.append(row)
-                    places.append(f"line {lines.line_num}")
+                    places.append(lines.line_num)
                 elif row:  # an empty line is no row
                     wrong = f"line {lines.line_num}: {len(row)} fields, but the first line has {len(names)}"
                     refuse(f"{path}, {wrong}", skipped)
@@ -105,7 +105,7 @@ def _read_csv(path: Path, numbers: Callable[[list[str]], Collection[str]], skipp
     return pd.concat([*chunks, _chunk(names, rows, places, numeric)])
 
 
-def _chunk(names: list[str], rows: list[list[str]], places: list[str], numeric: set[str]) -> pd.DataFrame:
+def _chunk(names: list[str], rows: list[list[str]], places: list[int], numeric: set[str]) -> pd.DataFrame:
     columns = dict(zip(names, zip(*rows))) if rows else dict.fromkeys(names, ())
     held = {
         name: pd.to_numeric(pd.Series(list(cells), dtype=object), errors="coerce").to_numpy(np.float64)
@@ -113,7 +113,7 @@ def _chunk(names: list[str], rows: list[list[str]], places: list[str], numeric: 
         else np.array([unprotect(cell) if cell[:1] == "'" else cell for cell in cells], dtype=object)
         for name, cells in columns.items()
     }
-    return pd.DataFrame(held, index=places)
+    return pd.DataFrame(held, index=pd.Index(places, name="line"))
 
 
 def refuse(message: str, skipped: list[str] | None) -> None:

@@ -33,13 +33,17 @@ class Loaded(NamedTuple):
 
 
 class Rows(NamedTuple):
-    places: np.ndarray  # (n,) where each row is, for messages: "labels.csv, line 7"
+    table: str  # where they are from, for messages: "labels.csv, line"
+    places: np.ndarray  # (n,) and which line that is
     items: np.ndarray  # (n,) names
     candidates: np.ndarray  # (n,) or, as a mask, (n, C)
     x: np.ndarray  # (n, d) features, (n, H, W) or (n, H, W, 3) images, or (n,) paths of image files
 
     def keep(self, good: np.ndarray) -> Rows:
-        return Rows(*(column[good] for column in self))
+        return Rows(self.table, *(column[good] for column in self[1:]))
+
+    def refuse(self, i: int, problem: object, note: list[str] | None) -> None:
+        refuse(f"{self.table} {self.places[i]}: {problem}", note)
 
 
 def load_source(source: dict[str, Any]) -> Loaded:
@@ -75,7 +79,8 @@ def _image_rows(folder: Path, labels: Path, note: list[str] | None) -> Rows:
     if "candidates" not in frame and {"item", "annotator", "label"} <= set(frame):
         items, sets = from_annotations(frame["item"], frame["annotator"], frame["label"])
         first = dict(zip(frame["item"][::-1], frame.index[::-1]))
-        frame = pd.DataFrame({"item": items, "candidates": [sorted(s) for s in sets]}, [first[item] for item in items])
+        places = pd.Index([first[item] for item in items], name=frame.index.name)
+        frame = pd.DataFrame({"item": items, "candidates": [sorted(s) for s in sets]}, places)
     paths = _objects(folder / str(item) for item in _column(frame, "item", labels))
     return _rows(frame, _column(frame, "candidates", labels), paths, labels)
 
@@ -95,7 +100,7 @@ def _npz_rows(path: Path, classes: Sequence[str] | None) -> tuple[Rows, Sequence
     for key in ("x", "candidates"):
         if key not in held:
             raise UserError(f"{path}: there is no array {key!r}, only {', '.join(map(repr, held))}")
-    frame = pd.DataFrame(index=[f"row {i}" for i in range(len(held["x"]))])
+    frame = pd.DataFrame(index=pd.RangeIndex(len(held["x"]), name="row"))
     for key in ("candidates", "item"):
         if key in held and len(held[key]) != len(frame):
             raise UserError(f"{path}: {len(frame)} rows of x, but {len(held[key])} of {key}")
@@ -116,7 +121,7 @@ def read_npz(path: Path) -> dict[str, np.ndarray]:
 
 def _rows(frame: pd.DataFrame, candidates: Any, x: np.ndarray, path: Path) -> Rows:
     items = frame["item"].to_numpy(object) if "item" in frame else np.arange(len(frame))
-    return Rows(_objects(f"{path}, {place}" for place in frame.index), items, np.asarray(candidates), x)
+    return Rows(f"{path}, {frame.index.name}", frame.index.to_numpy(), items, np.asarray(candidates), x)
 
 
 def _column(frame: pd.DataFrame, name: str, path: Path) -> pd.Series:
@@ -158,7 +163,7 @@ def _objects(values: Iterable[Any]) -> np.ndarray:
 def _first_of_each(rows: Rows, note: list[str] | None) -> np.ndarray:
     again = pd.Series(rows.items).duplicated().to_numpy()
     for i in again.nonzero()[0]:
-        refuse(f"{rows.places[i]}: the item {str(rows.items[i])!r} is there twice", note)
+        rows.refuse(i, f"the item {str(rows.items[i])!r} is there twice", note)
     return ~again
 
 
@@ -168,7 +173,7 @@ def _sets(rows: Rows, classes: Sequence[Any] | None, note: list[str] | None) -> 
     if rows.candidates.ndim == 2:
         sets, names = parse_candidates(rows.candidates, classes)
         return good, sets.mask, _enough(names, sets.mask)
-    cells = _objects(tuple(c) if isinstance(c, (list, np.ndarray)) else c for c in rows.candidates)
+    cells = _objects(tuple(c) if isinstance(c, (list, np.ndarray)) else c for c in rows.candidates.tolist())
     code, distinct = pd.factorize(cells, use_na_sentinel=False)
     left = np.arange(len(distinct))  # the distinct cells that are fine as far as is known
     while True:
@@ -180,7 +185,7 @@ def _sets(rows: Rows, classes: Sequence[Any] | None, note: list[str] | None) -> 
             if not (colon and row.isdecimal()):
                 raise
             for i in (code == left[int(row)]).nonzero()[0]:
-                refuse(f"{rows.places[i]}: {problem}", note)
+                rows.refuse(i, problem, note)
             left = np.delete(left, int(row))
     good = np.isin(code, left)
     S = sets.mask[torch.from_numpy(np.searchsorted(left, code[good]))]
@@ -203,7 +208,7 @@ def _read_images(rows: Rows, note: list[str] | None) -> tuple[np.ndarray, np.nda
         try:
             images.append(open_image(path, size))
         except UserError as error:
-            refuse(f"{rows.places[i]}: {error}", note)
+            rows.refuse(i, error, note)
             good[i] = False
     return good, stack_images(images) if images else np.empty(0)
 
@@ -211,12 +216,12 @@ def _read_images(rows: Rows, note: list[str] | None) -> tuple[np.ndarray, np.nda
 def _finite(rows: Rows, features: list[str] | None, note: list[str] | None) -> tuple[np.ndarray, np.ndarray]:
     """(good (n,), the good items)."""
     if rows.x.dtype.kind not in "fiub":
-        raise UserError(f"{rows.places[0].partition(',')[0]}: x is an array of numbers, not of {rows.x.dtype}")
+        raise UserError(f"{rows.table} 0: x is an array of numbers, not of {rows.x.dtype}")
     finite = np.isfinite(rows.x)
     good = finite.reshape(len(finite), -1).all(1)
     for i in (~good).nonzero()[0]:
         column = int(finite[i].reshape(-1).argmin())
-        refuse(f"{rows.places[i]}: feature {features[column] if features else column!r} is no finite number", note)
+        rows.refuse(i, f"feature {features[column] if features else column!r} is no finite number", note)
     return good, rows.x[good]
 
 
