@@ -3,10 +3,10 @@
     python benchmarks/audit.py RUN [RUN ...] --out FILE.json
 
 Each RUN is a finished run on data whose true labels are known. cleanlab knows single labels alone: it is given the
-likeliest label of each set, and judged by its quality scores, worst first, and by what find_label_issues names. Both see
-the same probabilities, of the network for its own training items (cleanlab asks for those of items that it was not
-trained on); the audit sees the neighbours and the sizes of the sets too. cleanlab is installed for this comparison only
-(pip install cleanlab); without it only our own figures are measured.
+likeliest label of each set, and judged by its quality scores, worst first, and by what find_label_issues names. Both
+see the same probabilities, of the network for its own training items (cleanlab asks for those of items that it was not
+trained on); the audit sees the neighbours and the sizes of the sets too. cleanlab is installed for this comparison
+only (pip install cleanlab); without it only our own figures are measured.
 """
 
 from __future__ import annotations

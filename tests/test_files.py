@@ -245,6 +245,7 @@ def test_damaged_files():
     (["--npz", "o.npz", "--subset", "3"], "--subset"),
     (["--npz", "o.npz", "--candidates", "x"], "--candidates does not go with --npz"),
     (["--dataset", "digits", "--features", "x"], "--features does not go with --dataset"),
+    (["--dataset", "digits", "--skip-bad"], "--skip-bad does not go with --dataset"),
     (["--npz", "o.npz", "--recipe", "paper"], "--recipe paper"),
     (["--images", "none", "--candidates", "labels.csv"], "none: no such folder"),
 ])  # fmt: skip
@@ -305,6 +306,14 @@ def test_a_table_to_the_end():
     assert_refused(call("predict", "run", "short.csv", "--out", "r.csv"), "short.csv", "'x2'")
     folder_of_images(2)
     assert_refused(call("predict", "run", "images", "--out", "r.csv"), "features, not images")
+
+
+def test_nothing_to_predict(runs):
+    Path("empty").mkdir()
+    table(3).to_csv("t.csv", index=False)
+    for what, words in (("empty", "no image"), ("t.csv", "not trained on a table"), ("none.npy", "no such file")):
+        assert_refused(call("predict", runs[0] / "images", what, "--out", "p.csv"), what, words)
+    assert not Path("p.csv").exists()
 
 
 @pytest.fixture(scope="module")

@@ -233,27 +233,32 @@ def _train(args: argparse.Namespace) -> None:
     _print_result(result, folder)
 
 
+_TAKES = {  # where the data comes from, and which other options go with it
+    "dataset": ("eta", "mu", "convention", "split", "subset", "data_dir", "candidates"),
+    "images": ("candidates", "classes", "skip_bad"),
+    "table": ("features", "candidates", "classes", "skip_bad"),
+    "npz": ("classes", "skip_bad"),
+}
+
+
 def _source(args: argparse.Namespace) -> dict[str, Any] | None:
-    """A user's own files; None for a data set by name."""
-    ways = [way for way in ("dataset", "images", "table", "npz") if getattr(args, way) is not None]
+    """A user's own files, as `load_source` takes them; None for a data set by name."""
+    ways = [way for way in _TAKES if getattr(args, way) is not None]
     if len(ways) != 1:
         raise UserError("train takes one of --dataset, --images, --table and --npz (see urrl train --help)")
-    own = {"images": ("candidates",), "table": ("features", "candidates"), "npz": ()}.get(ways[0])
-    takes = ("features", "classes") if own is None else ("eta", "mu", "convention", "split", "subset", "data_dir")
-    takes = (*takes, *(name for name in ("features", "candidates") if own is not None and name not in own))
-    for name in takes:
-        if getattr(args, name) is not None:
-            raise UserError(f"--{name.replace('_', '-')} does not go with --{ways[0]}")
-    if own is None:
+    (way,) = ways
+    for name in dict.fromkeys(name for names in _TAKES.values() for name in names if name not in _TAKES[way]):
+        if getattr(args, name) not in (None, False):
+            raise UserError(f"--{name.replace('_', '-')} does not go with --{way}")
+    if way == "dataset":
         return None
-    if "candidates" in own and args.candidates is None:
-        what = "a table with the columns item and candidates" if ways[0] == "images" else "the column of the sets"
-        raise UserError(f"--{ways[0]} takes --candidates: {what}")
+    if "candidates" in _TAKES[way] and args.candidates is None:
+        what = "a table with the columns item and candidates" if way == "images" else "the column that has them"
+        raise UserError(f"--{way} takes --candidates: {what}")
     if args.recipe != "fast":
         raise UserError(f"--recipe {args.recipe}: on your own data the settings are those of 'fast', after its size")
-    source: dict[str, Any] = {ways[0]: str(getattr(args, ways[0]).resolve()), "skip_bad": args.skip_bad}
-    source |= {name: getattr(args, name) for name in own}
-    if ways[0] == "images":
+    source = {way: str(getattr(args, way).resolve()), **{name: getattr(args, name) for name in _TAKES[way]}}
+    if way == "images":
         source["candidates"] = str(Path(args.candidates).resolve())
     return source | {"classes": args.classes.split(",") if args.classes else None}
 

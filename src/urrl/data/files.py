@@ -228,10 +228,6 @@ def _finite(rows: Rows, features: list[str] | None, note: list[str] | None) -> t
 # ---- items to predict ------------------------------------------------------------------------------------
 
 
-def image_files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.suffix.lower() in IMAGES and path.is_file())
-
-
 def items_to_predict(path: Path, shape: tuple[int, ...], features: list[str] | None, note: list[str] | None,
                      chunk: int = 500) -> tuple[int, Iterator[tuple[list[Any], Tensor]]]:  # fmt: skip
     """(how many, chunks of (names, items)) of a folder of images, a table, an .npz or an .npy file; of a folder no more
@@ -239,15 +235,17 @@ def items_to_predict(path: Path, shape: tuple[int, ...], features: list[str] | N
     if path.is_dir():
         if len(shape) != 3:
             raise UserError(f"{path}: the run takes {shape[0]} features, not images")
-        files = image_files(path)
+        files = sorted(file for file in path.rglob("*") if file.suffix.lower() in IMAGES and file.is_file())
+        if not files:
+            raise UserError(f"{path}: there is no image in it ({', '.join(IMAGES)})")
         return len(files), _image_chunks(path, files, shape, note, chunk)
     if path.suffix in (".npy", ".npz"):
         x = _checked(path, _array(path), shape)
         names: list[Any] = list(range(len(x)))
     else:
-        frame = read_table(path, lambda columns: features or columns)
-        if len(shape) != 1 or features is None:
+        if features is None:
             raise UserError(f"{path}: the run was not trained on a table")
+        frame = read_table(path, lambda columns: features, note)
         values = _numbers(frame[_feature_names(path, list(frame), features, "")])
         rows = _rows(frame, frame.index, values, path)
         good, values = _finite(rows, features, note)
