@@ -115,8 +115,10 @@ def test_forms_of_images(tmp_path):
     paths = [tmp_path / "grey.png", tmp_path / "colour.png"]
     Image.fromarray(grey[0]).save(paths[0])
     Image.fromarray(colour[0]).save(paths[1])
-    assert as_items(paths).shape == (2, 3, 32, 32) and as_items([str(paths[0])]).shape == (1, 1, 32, 32)
-    assert read_images(paths[:1], 9).shape == (1, 9, 9)
+    assert as_items(paths).shape == (2, 3, 9, 10) and as_items([str(paths[0])]).shape == (1, 1, 9, 10)
+    assert read_images(paths[:1], (9, 12)).shape == (1, 12, 9)
+    Image.fromarray(grey[0]).resize((80, 50)).save(paths[0])  # differs from the other in size
+    assert as_items(paths).shape == (2, 3, 32, 32) and as_items([paths[0]]).shape == (1, 1, 32, 32)
     policy = own_policy(as_items(colour))
     assert find_policy(json.loads(json.dumps(vars(policy)))) == policy
 

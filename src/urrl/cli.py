@@ -17,6 +17,8 @@ TRAIN_EXAMPLES = """examples:
   urrl train --dataset digits --eta 0.3 --mu 0.3                   URRL, half a minute, no download
   urrl train --dataset fmnist --eta 0.5 --mu 0.5 --recipe fast     small net, short schedule, for CPUs
   urrl train --dataset cifar10 --recipe paper --out runs/a         the paper's settings
+  urrl train --images photos --candidates labels.csv --out runs/b  your own images; columns item, candidates (cat|lynx)
+  urrl train --table t.parquet --features 'x*' --candidates labels your own feature vectors
   urrl train ... --out runs/a --resume                             go on where it stopped
   urrl train ... --set phi=0.8 --set w_m=3 --set lr=0.1            any option of the method or of the training
 
@@ -46,9 +48,9 @@ def parser() -> argparse.ArgumentParser:
         sub.set_defaults(run=run)
         return sub
 
-    def add_cell(sub: argparse.ArgumentParser) -> None:
+    def add_cell(sub: argparse.ArgumentParser, own: bool = False) -> None:
         """What is learned from what."""
-        sub.add_argument("--dataset", required=True, metavar="NAME", help="see `urrl datasets`")
+        sub.add_argument("--dataset", required=not own, metavar="NAME", help="see `urrl datasets`")
         sub.add_argument(
             "--eta",
             type=float,
@@ -71,7 +73,6 @@ def parser() -> argparse.ArgumentParser:
         )
         sub.add_argument(
             "--split",
-            default="paper",
             metavar="KIND",
             help="paper: pooled 4:1:1 (default); official: the data set's own test part; fold:0 to fold:9: one of ten",
         )
@@ -91,7 +92,13 @@ def parser() -> argparse.ArgumentParser:
     sub = command(
         "train", _train, "Train one method on one data set with generated or saved candidate sets.", TRAIN_EXAMPLES
     )
-    add_cell(sub)
+    add_cell(sub, own=True)
+    sub.add_argument("--images", type=Path, metavar="DIR", help="instead of --dataset: a folder of your own images")
+    sub.add_argument("--table", type=Path, metavar="FILE", help="instead of --dataset: a .csv, .parquet or .json")
+    sub.add_argument("--features", metavar="A,B,X*", help="of --table: its features (default: all other columns)")
+    sub.add_argument("--npz", type=Path, metavar="FILE", help="instead of --dataset: an .npz with x and candidates")
+    sub.add_argument("--classes", metavar="A,B,C", help="of your own data: all classes (default: those that occur)")
+    sub.add_argument("--skip-bad", action="store_true", help="of your own data: leave bad rows out and list them")
     sub.add_argument("--method", default="urrl", metavar="NAME", help="see `urrl methods` (default urrl)")
     sub.add_argument("--recipe", default="fast", metavar="NAME", help="fast (default) or paper; see `urrl recipes`")
     sub.add_argument("--epochs", type=int, metavar="N", help="instead of the recipe's")
@@ -105,9 +112,9 @@ def parser() -> argparse.ArgumentParser:
     )
     sub.add_argument(
         "--candidates",
-        type=Path,
         metavar="FILE",
-        help="candidate sets saved by `urrl generate`, instead of drawing them",
+        help="sets saved by `urrl generate`; with --images a table with the columns item, candidates; "
+        "with --table the column that has them",
     )
     sub.add_argument("--out", type=Path, metavar="DIR", help="the run's folder (default runs/DATASET-METHOD-...)")
     sub.add_argument(
@@ -121,9 +128,23 @@ def parser() -> argparse.ArgumentParser:
 
     sub = command("predict", _predict, "Predict with a finished run; writes item, label and confidence as CSV.")
     sub.add_argument("run_folder", type=Path, metavar="RUN", help="folder of a finished run")
-    sub.add_argument("input", type=Path, metavar="IMAGES.npy", help="uint8 array (n, H, W) or (n, H, W, channels)")
+    sub.add_argument("input", type=Path, metavar="INPUT", help="folder of images, table, .npz, or .npy: an array "
+                     "(n, d) or, of uint8 images, (n, H, W) or (n, H, W, channels)")  # fmt: skip
     sub.add_argument("--out", type=Path, required=True, metavar="FILE.csv", help="where to write the predictions")
+    sub.add_argument("--skip-bad", action="store_true", help="leave out what cannot be read and list it")
     add_machine(sub)
+
+    sub = command("audit", _audit, "What a finished run found out about its candidate sets, as tables and a page.")
+    sub.add_argument("run_folder", type=Path, metavar="RUN", help="folder of a finished run")
+    sub.add_argument("--out", type=Path, required=True, metavar="DIR", help="new folder for index.html and the tables")
+    sub.add_argument("--format", default="csv", choices=("csv", "parquet", "json"), help="of the tables (default csv)")
+    sub.add_argument("--data-dir", type=Path, metavar="D", help="where the data files are")
+    add_machine(sub)
+
+    sub = command("export", _export, "The network of a finished run, from items to probabilities, for other programs.")
+    sub.add_argument("run_folder", type=Path, metavar="RUN", help="folder of a finished run")
+    sub.add_argument("--onnx", type=Path, metavar="FILE.onnx", help="for onnxruntime and others")
+    sub.add_argument("--torch", type=Path, metavar="FILE.pt2", help="for torch.export.load")
 
     sub = command(
         "demo", _demo, "URRL on handwritten digits beside its lower and upper bound: no download, two minutes."
@@ -196,7 +217,7 @@ def _torch(args: argparse.Namespace) -> None:
 def _train(args: argparse.Namespace) -> None:
     from urrl import distributed
     from urrl.config import parse_settings
-    from urrl.run import make_run, train
+    from urrl.run import make_file_run, make_run, train
     from urrl.train import Diverged
 
     settings = parse_settings(args.settings)
@@ -205,10 +226,18 @@ def _train(args: argparse.Namespace) -> None:
             raise UserError("epochs is given twice: by --epochs and by --set")
         settings["epochs"] = args.epochs
     _torch(args)
-    run, dataset, splits, sets = distributed.in_turn(lambda: make_run(
-        args.dataset, args.method, args.recipe, settings, eta=args.eta, mu=args.mu, convention=args.convention,
-        seed=args.seed, split_kind=args.split, subset=args.subset, data_dir=args.data_dir, candidates=args.candidates,
-    ))  # fmt: skip
+    skipped: list[str] = []
+    if source := _source(args):
+        run, dataset, splits, sets, skipped = distributed.in_turn(
+            lambda: make_file_run(source, args.method, settings, args.seed)
+        )
+        _list_skipped(skipped if distributed.rank() == 0 else [])
+    else:
+        run, dataset, splits, sets = distributed.in_turn(lambda: make_run(
+            args.dataset, args.method, args.recipe, settings, eta=args.eta, mu=args.mu, convention=args.convention,
+            seed=args.seed, split_kind=args.split or "paper", subset=args.subset, data_dir=args.data_dir,
+            candidates=Path(args.candidates) if args.candidates else None,
+        ))  # fmt: skip
     rates = [f"{rate}{value}" for rate, value in (("eta", run.eta), ("mu", run.mu)) if value is not None]
     fold = [run.split.replace(":", "")] if run.split.startswith("fold") else []
     name = "-".join([run.dataset, run.method, *rates, run.recipe, *fold, f"seed{run.seed}"])
@@ -222,6 +251,41 @@ def _train(args: argparse.Namespace) -> None:
         sys.exit(1)
     if distributed.rank() == 0:
         _print_result(result, folder)
+
+
+_TAKES = {  # where the data comes from, and which other options go with it
+    "dataset": ("eta", "mu", "convention", "split", "subset", "data_dir", "candidates"),
+    "images": ("candidates", "classes", "skip_bad"),
+    "table": ("features", "candidates", "classes", "skip_bad"),
+    "npz": ("classes", "skip_bad"),
+}
+
+
+def _source(args: argparse.Namespace) -> dict[str, Any] | None:
+    """A user's own files, as `load_source` takes them; None for a data set by name."""
+    ways = [way for way in _TAKES if getattr(args, way) is not None]
+    if len(ways) != 1:
+        raise UserError("train takes one of --dataset, --images, --table and --npz (see urrl train --help)")
+    (way,) = ways
+    for name in dict.fromkeys(name for names in _TAKES.values() for name in names if name not in _TAKES[way]):
+        if getattr(args, name) not in (None, False):
+            raise UserError(f"--{name.replace('_', '-')} does not go with --{way}")
+    if way == "dataset":
+        return None
+    if "candidates" in _TAKES[way] and args.candidates is None:
+        what = "a table with the columns item and candidates" if way == "images" else "the column that has them"
+        raise UserError(f"--{way} takes --candidates: {what}")
+    if args.recipe != "fast":
+        raise UserError(f"--recipe {args.recipe}: on your own data the settings are those of 'fast', after its size")
+    source = {way: str(getattr(args, way).resolve()), **{name: getattr(args, name) for name in _TAKES[way]}}
+    if way == "images":
+        source["candidates"] = str(Path(args.candidates).resolve())
+    return source | {"classes": args.classes.split(",") if args.classes else None}
+
+
+def _list_skipped(skipped: list[str]) -> None:
+    for line in skipped:
+        print(f"urrl: skipped: {line}", file=sys.stderr)
 
 
 def _progress(args: argparse.Namespace, label: str = "") -> Any:
@@ -262,7 +326,7 @@ def _generate(args: argparse.Namespace) -> None:
     if args.out.exists():
         raise UserError(f"{args.out}: exists; nothing was changed")
     dataset = load(args.dataset, args.data_dir)
-    splits, sets = make_sets(dataset, args.split, args.subset, args.eta, args.mu, args.convention, args.seed)
+    splits, sets = make_sets(dataset, args.split or "paper", args.subset, args.eta, args.mu, args.convention, args.seed)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     sets.save(args.out)
     print(f"{len(sets)} sets of {sets.n_classes} classes, mean size {sets.mean_size:.2f}, "
@@ -274,8 +338,33 @@ def _predict(args: argparse.Namespace) -> None:
     _torch(args)
     from urrl.predict import predict_file
 
-    n = predict_file(args.run_folder, args.input, args.out, args.device)
+    skipped: list[str] = []
+    n = predict_file(args.run_folder, args.input, args.out, args.device, skipped if args.skip_bad else None, args.quiet)
+    _list_skipped(skipped)
     print(f"{n} predictions in {args.out}")
+
+
+def _audit(args: argparse.Namespace) -> None:
+    _torch(args)
+    from urrl.audit import audit
+
+    found = audit(args.run_folder, args.out, args.format, args.data_dir, args.device)
+    print(f"""{found["suspects"]} of {found["items"]} candidate sets probably miss the true label
+look at           {args.out / "index.html"}
+all, worst first  {args.out}/issues.{args.format}
+cleaned labels    {args.out}/cleaned.{args.format}   (training takes it as --candidates)""")
+
+
+def _export(args: argparse.Namespace) -> None:
+    from urrl.export import export_onnx, export_torch
+
+    if (args.onnx is None) == (args.torch is None):
+        raise UserError("export takes one of --onnx and --torch")
+    out = args.onnx or args.torch
+    if out.exists():
+        raise UserError(f"{out}: exists; nothing was changed")
+    (export_onnx if args.onnx else export_torch)(args.run_folder, out)
+    print(out)
 
 
 def _demo(args: argparse.Namespace) -> None:

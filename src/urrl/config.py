@@ -64,6 +64,7 @@ class Run:
     options: Any  # the method's own Config
     sets_sha256: str | None = None  # of candidate sets that came from a file instead of a generator
     data_sha256: str | None = None  # of a user's own items, which have no name that others know
+    source: dict[str, Any] | None = None  # a user's own files, as `load_source` takes them
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

@@ -5,20 +5,17 @@ from __future__ import annotations
 import csv
 import io
 import json
-import zipfile
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-import torch
 
 from urrl import checkpoint
 from urrl.config import Training, build
 from urrl.data.augment import AnyPolicy, find_policy
 from urrl.errors import UserError
 from urrl.evaluate import infer
-from urrl.files import write_text
+from urrl.files import write_atomic
 from urrl.nets import Network, build_network
+from urrl.progress import bar
 from urrl.run import pick_device
 
 
@@ -34,35 +31,36 @@ def load_model(folder: Path, device: str = "auto") -> tuple[Network, Training, A
     return net.to(pick_device(device)), training, find_policy(saved["augment"]), classes, shape
 
 
-def read_images(path: Path, shape: tuple[int, ...]) -> torch.Tensor:
-    """(n, H, W) or (n, H, W, channels) uint8 -> (n, channels, H, W)."""
-    try:
-        array = np.load(path, allow_pickle=False)
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file") from None
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise UserError(f"{path}: not an array file ({error})") from None
-    if not isinstance(array, np.ndarray) or array.dtype != np.uint8:
-        raise UserError(f"{path}: images are one uint8 array, not {getattr(array, 'dtype', 'an archive')}")
-    images = array[..., None] if array.ndim == 3 else array
-    wanted = (shape[1], shape[2], shape[0])
-    if images.shape[1:] != wanted:
-        raise UserError(f"{path}: the run takes images of {wanted}, these are {images.shape[1:]}")
-    return torch.from_numpy(images).permute(0, 3, 1, 2).contiguous()
+def predict_file(folder: Path, path: Path, out: Path, device: str = "auto", skipped: list[str] | None = None,
+                 quiet: bool = True) -> int:  # fmt: skip
+    """Write item, label and confidence of everything in the file or folder, chunk by chunk; returns how many. What
+    cannot be read is an error or, with a list to note it in, `skipped`."""
+    from urrl.data.files import items_to_predict  # late: tables take a second to import
+    from urrl.tables import protect
 
-
-def predict_file(folder: Path, path: Path, out: Path, device: str = "auto") -> int:
-    """Write item, label and confidence of every image in the file; returns how many."""
     net, training, policy, classes, shape = load_model(folder, device)
-    x = read_images(path, shape)
+    source = json.loads((folder / "config.json").read_text()).get("source") or {}
     if out.exists():
         raise UserError(f"{out}: exists; nothing was changed")
-    confidence, label = infer(net, x, policy, training.flip_test).logits.softmax(1).max(1)
-    text = io.StringIO()
-    rows = csv.writer(text, lineterminator="\n")
-    rows.writerow(["item", "label", "confidence"])
-    for item, (c, p) in enumerate(zip(label.tolist(), confidence.tolist())):
-        rows.writerow([item, classes[c], f"{p:.4f}"])
+    total, chunks = items_to_predict(path, shape, source.get("features"), skipped)
+    names = [protect(str(name)) for name in classes]
+    written = 0
+
+    def write(file: Any) -> None:
+        nonlocal written
+        text = io.TextIOWrapper(file, "utf-8", newline="")
+        rows = csv.writer(text, lineterminator="\n")
+        rows.writerow(["item", "label", "confidence"])
+        with bar(path.name, total, quiet) as advance:
+            for items, x in chunks:
+                if len(x):
+                    confidence, label = infer(net, x, policy, training.flip_test).logits.softmax(1).max(1)
+                    for item, c, p in zip(items, label.tolist(), confidence.tolist()):
+                        rows.writerow([protect(str(item)), names[c], f"{p:.4f}"])
+                written += len(items)
+                advance(len(items))
+        text.detach()
+
     out.parent.mkdir(parents=True, exist_ok=True)
-    write_text(out, text.getvalue())
-    return len(x)
+    write_atomic(out, write)
+    return written

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 
@@ -81,3 +83,17 @@ def summary(record: dict[str, Any], epochs: int) -> str:
     if "corrected_now" in record:
         parts.append(f"sets corrected {record['corrected']} (+{record['corrected_now']})")
     return "  ".join([*parts, f"{record['seconds']:.0f} s"])
+
+
+@contextlib.contextmanager
+def bar(label: str, total: int, quiet: bool) -> Iterator[Callable[[int], None]]:
+    """A plain bar on a terminal; gives a function that moves it on by so many."""
+    if quiet or not sys.stderr.isatty():
+        yield lambda n: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress as Bar
+
+    with Bar(console=Console(stderr=True), transient=True) as shown:
+        task = shown.add_task(label, total=total)
+        yield lambda n: shown.advance(task, n)

@@ -114,6 +114,19 @@ def make_own_run(
     return run, splits, sets
 
 
+def make_file_run(
+    source: dict[str, Any], method: str, settings: dict[str, Any], seed: int
+) -> tuple[Run, Dataset, Splits, CandidateSets, list[str]]:
+    """A run on a user's own files, as `load_source` takes them, and a line for each bad row that was left out."""
+    from urrl.data.files import load_source  # late: tables take a second to import
+
+    loaded = load_source(source)
+    run, splits, sets = make_own_run(loaded.dataset, method, settings, seed)
+    if loaded.features is not None:
+        source = {**source, "features": loaded.features}
+    return dataclasses.replace(run, source=source), loaded.dataset, splits, sets, loaded.skipped
+
+
 def open_folder(folder: Path, run: Run, resume: bool) -> dict[str, Any] | None:
     """Make the folder or check that it holds this very run. Returns its result where it is done already."""
     config = folder / "config.json"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,7 +17,10 @@ from urrl.data.readers import Dataset
 from urrl.data.stream import Items, Streamed
 from urrl.errors import UserError
 
-SIDE = 32  # of images that are read from files, in pixels
+if TYPE_CHECKING:
+    from PIL import Image
+
+SIDE = 32  # of images that are read from files and differ in size, in pixels
 
 
 def from_arrays(
@@ -33,15 +36,15 @@ def from_arrays(
     return Dataset(name, items, y, tuple(classes), official_test=0, augment=augment or own_policy(items), S=S)
 
 
-def as_items(x: Any) -> Tensor:
+def as_items(x: Any, size: tuple[int, int] | None = None) -> Tensor:
     """(n, d) float features or (n, ch, H, W) uint8 images from an array, a tensor, a frame, a column, a list of rows,
-    of images or of paths of image files."""
+    of images or of paths of image files, which are read in that size (width, height)."""
     if isinstance(x, Tensor):
         if x.dim() == 4:
             return x  # as torch has images: (n, ch, H, W)
         x = x.detach().cpu().numpy()
     if isinstance(x, (list, tuple)) or type(x).__name__ in ("Column", "Series", "ChunkedArray"):
-        x = _from_rows(list(x))
+        x = _from_rows(list(x), size)
     array = x.to_numpy() if hasattr(x, "to_numpy") else np.asarray(x)
     if array.dtype == np.uint8 and array.ndim in (3, 4):
         if not array.size:
@@ -71,11 +74,11 @@ def _features(array: np.ndarray) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(array))
 
 
-def _from_rows(rows: list[Any]) -> np.ndarray:
+def _from_rows(rows: list[Any], size: tuple[int, int] | None) -> np.ndarray:
     if not rows:
         raise UserError("there are no items: the list is empty")
     if isinstance(rows[0], (str, os.PathLike)):
-        return read_images([Path(row) for row in rows])
+        return read_images([Path(row) for row in rows], size)
     if hasattr(rows[0], "convert"):  # PIL images, as a column of a Hugging Face data set gives them
         mode = "RGB" if any(len(image.getbands()) > 2 for image in rows) else "L"
         rows = [np.asarray(image.convert(mode)) for image in rows]
@@ -86,24 +89,47 @@ def _from_rows(rows: list[Any]) -> np.ndarray:
     return np.asarray(rows)
 
 
-def read_images(paths: Sequence[Path], side: int = SIDE) -> np.ndarray:
-    """(n, side, side) or (n, side, side, 3) uint8: grey where every image is. The shorter side is scaled, the longer
-    one cropped in the middle."""
-    try:
-        from PIL import Image, ImageOps
-    except ImportError:
-        raise UserError("images in files need pillow: pip install 'urrl[images]'") from None
-    images = []
+def read_images(paths: Sequence[Path], size: tuple[int, int] | None = None) -> np.ndarray:
+    """(n, H, W) or (n, H, W, 3) uint8: grey where every image is, of one size (width, height) or of `own_size`."""
+    size = size or own_size(paths)
+    return stack_images([open_image(path, size) for path in paths])
+
+
+def own_size(paths: Iterable[Path]) -> tuple[int, int]:
+    """(width, height): the images' own where all have the same and it is small, else a square of SIDE."""
+    from PIL import Image, UnidentifiedImageError
+
+    sizes = set()
     for path in paths:
         try:
-            with Image.open(path) as image:
-                upright = ImageOps.exif_transpose(image)
-                grey = upright.mode in ("1", "L", "I;16")
-                images.append(ImageOps.fit(upright.convert("L" if grey else "RGB"), (side, side)))
-        except FileNotFoundError:
-            raise UserError(f"{path}: no such file") from None
-        except (OSError, ValueError, SyntaxError) as error:
-            raise UserError(f"{path}: not an image that can be read ({error})") from None
+            with Image.open(path) as image:  # reads the header alone
+                sizes.add(image.size)
+        except (OSError, UnidentifiedImageError, ValueError, SyntaxError, Image.DecompressionBombError):
+            continue  # who reads the image says what is wrong with it
+        if len(sizes) > 1:
+            break
+    own = sizes.pop() if len(sizes) == 1 else (SIDE, SIDE)
+    return own if min(own) >= 8 and max(own) <= 2 * SIDE else (SIDE, SIDE)
+
+
+def open_image(path: Path, size: tuple[int, int]) -> Image.Image:
+    """A grey or RGB image, upright, scaled until it covers the size (width, height) and cropped in the middle."""
+    from PIL import Image, ImageOps
+
+    try:
+        with Image.open(path) as image:
+            upright = ImageOps.exif_transpose(image)
+            if upright.mode.startswith("I;16"):
+                upright = Image.fromarray((np.asarray(upright) >> 8).astype(np.uint8))
+            grey = upright.mode in ("1", "L")
+            return ImageOps.fit(upright.convert("L" if grey else "RGB"), size)
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file") from None
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise UserError(f"{path}: not an image that can be read ({error})") from None
+
+
+def stack_images(images: Sequence[Image.Image]) -> np.ndarray:
     mode = "L" if all(image.mode == "L" for image in images) else "RGB"
     return np.stack([np.asarray(image.convert(mode)) for image in images])
 

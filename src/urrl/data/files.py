@@ -1,0 +1,295 @@
+"""A user's own data in files: a folder of images with a table of their candidate sets, a table of features, an .npz.
+
+Every bad row is an error that names it or, where rows may be skipped, a line in a list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+
+from urrl.data.own import as_items, from_arrays, open_image, own_size, stack_images
+from urrl.data.readers import Dataset
+from urrl.errors import UserError
+from urrl.files import UNREADABLE
+from urrl.parse import from_annotations, parse_candidates
+from urrl.tables import read_table, refuse
+
+IMAGES = (".png", ".jpg", ".jpeg", ".gif", ".bmp", ".webp", ".tif", ".tiff", ".pgm", ".ppm")
+
+
+class Loaded(NamedTuple):
+    dataset: Dataset
+    items: list[Any]  # their names
+    features: list[str] | None  # names of a table's features
+    skipped: list[str]  # a line for each row that was left out
+
+
+class Rows(NamedTuple):
+    table: str  # where they are from, for messages: "labels.csv, line"
+    places: np.ndarray  # (n,) and which line that is
+    items: np.ndarray  # (n,) names
+    candidates: np.ndarray  # (n,) or, as a mask, (n, C)
+    x: np.ndarray  # (n, d) features, (n, H, W) or (n, H, W, 3) images, or (n,) paths of image files
+
+    def keep(self, good: np.ndarray) -> Rows:
+        return Rows(self.table, *(column[good] for column in self[1:]))
+
+    def refuse(self, i: int, problem: object, note: list[str] | None) -> None:
+        refuse(f"{self.table} {self.places[i]}: {problem}", note)
+
+
+def load_source(source: dict[str, Any]) -> Loaded:
+    """What a run on files learns from: {"images": folder, "candidates": table}, {"table": file, "features": patterns or
+    names, "candidates": column} or {"npz": file}; "classes": all that there may be; "skip_bad": without bad rows."""
+    skipped: list[str] = []
+    note = skipped if source.get("skip_bad") else None
+    features, classes = None, source.get("classes")
+    if "images" in source:
+        rows = _image_rows(Path(source["images"]), Path(source["candidates"]), note)
+    elif "table" in source:
+        rows, features = _table_rows(Path(source["table"]), source["features"], source["candidates"], note)
+    else:
+        rows, classes = _npz_rows(Path(source["npz"]), classes)
+    rows = rows.keep(_first_of_each(rows, note))
+    good, S, names = _sets(rows, classes, note)
+    rows = rows.keep(good)
+    good, x = _read_images(rows, note) if rows.x.dtype == object else _finite(rows, features, note)
+    if not good.any():
+        raise UserError(f"there is no item to learn from ({len(skipped)} rows were bad)")
+    return Loaded(from_arrays(x, S[torch.from_numpy(good)], names), rows.items[good].tolist(), features, skipped)
+
+
+# ---- the three kinds of files ----------------------------------------------------------------------------
+
+
+def _image_rows(folder: Path, labels: Path, note: list[str] | None) -> Rows:
+    """The table has a row for each image: `item`, its file below the folder, and `candidates`; or a row for each label
+    that somebody gave, with the columns item, annotator and label."""
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder")
+    frame = read_table(labels, skipped=note)
+    if "candidates" not in frame and {"item", "annotator", "label"} <= set(frame):
+        items, sets = from_annotations(frame["item"], frame["annotator"], frame["label"])
+        first = dict(zip(frame["item"][::-1], frame.index[::-1]))
+        places = pd.Index([first[item] for item in items], name=frame.index.name)
+        frame = pd.DataFrame({"item": items, "candidates": [sorted(s) for s in sets]}, places)
+    paths = _objects(folder / str(item) for item in _column(frame, "item", labels))
+    return _rows(frame, _column(frame, "candidates", labels), paths, labels)
+
+
+def _table_rows(path: Path, features: str | list[str] | None, candidates: str, note: list[str] | None
+                ) -> tuple[Rows, list[str]]:  # fmt: skip
+    frame = read_table(path, lambda names: _feature_names(path, names, features, candidates), note)
+    given = _column(frame, candidates, path)
+    names = _feature_names(path, list(frame), features, candidates)
+    return _rows(frame, given, _numbers(frame[names]), path), names
+
+
+def _npz_rows(path: Path, classes: Sequence[str] | None) -> tuple[Rows, Sequence[Any] | None]:
+    """x: features (n, d) or uint8 images (n, H, W) or (n, H, W, 3); candidates: labels or "a|b" strings (n,) or a mask
+    (n, C); perhaps classes (C,), the names of its columns, and item (n,), the names of the rows."""
+    held = read_npz(path)
+    for key in ("x", "candidates"):
+        if key not in held:
+            raise UserError(f"{path}: there is no array {key!r}, only {', '.join(map(repr, held))}")
+    frame = pd.DataFrame(index=pd.RangeIndex(len(held["x"]), name="row"))
+    for key in ("candidates", "item"):
+        if key in held and len(held[key]) != len(frame):
+            raise UserError(f"{path}: {len(frame)} rows of x, but {len(held[key])} of {key}")
+    if "item" in held:
+        frame["item"] = held["item"]
+    return _rows(frame, held["candidates"], held["x"], path), held["classes"].tolist() if "classes" in held else classes
+
+
+def read_npz(path: Path) -> dict[str, np.ndarray]:
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            return dict(file)
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file") from None
+    except UNREADABLE as error:
+        raise UserError(f"{path}: not an .npz file of plain arrays ({error})") from None
+
+
+def _rows(frame: pd.DataFrame, candidates: Any, x: np.ndarray, path: Path) -> Rows:
+    items = frame["item"].to_numpy(object) if "item" in frame else np.arange(len(frame))
+    return Rows(f"{path}, {frame.index.name}", frame.index.to_numpy(), items, np.asarray(candidates), x)
+
+
+def _column(frame: pd.DataFrame, name: str, path: Path) -> pd.Series:
+    if name not in frame:
+        raise UserError(f"{path}: there is no column {name!r}, only {', '.join(map(repr, frame.columns))}")
+    return frame[name]
+
+
+def _feature_names(path: Path, names: Sequence[str], features: str | list[str] | None, candidates: str) -> list[str]:
+    """The columns that patterns like "a,b,x*" name, or a list of names; None: all but the item and its candidates."""
+    others = [name for name in names if name not in ("item", candidates)]
+    if features is None:
+        return others
+    chosen: list[str] = []
+    for pattern in [part.strip() for part in features.split(",")] if isinstance(features, str) else features:
+        found = [name for name in others if name == pattern or fnmatchcase(name, pattern)]
+        if not found:
+            raise UserError(f"{path}: no column is called {pattern!r}; there are: {', '.join(others)}")
+        chosen += [name for name in found if name not in chosen]
+    return chosen
+
+
+def _numbers(frame: pd.DataFrame) -> np.ndarray:
+    """(n, d), nan where a cell is no number."""
+    return np.column_stack([pd.to_numeric(frame[name], errors="coerce").to_numpy(np.float64) for name in frame])
+
+
+def _objects(values: Iterable[Any]) -> np.ndarray:
+    """(n,): numpy would make more dimensions of a list of lists."""
+    held = list(values)
+    array = np.empty(len(held), dtype=object)
+    array[:] = held
+    return array
+
+
+# ---- the rows that are good ------------------------------------------------------------------------------
+
+
+def _first_of_each(rows: Rows, note: list[str] | None) -> np.ndarray:
+    again = pd.Series(rows.items).duplicated().to_numpy()
+    for i in again.nonzero()[0]:
+        rows.refuse(i, f"the item {str(rows.items[i])!r} is there twice", note)
+    return ~again
+
+
+def _sets(rows: Rows, classes: Sequence[Any] | None, note: list[str] | None) -> tuple[np.ndarray, Tensor, list[Any]]:
+    """(good (n,), S of the good ones, names of the classes). A set that occurs a thousand times is parsed once."""
+    good = np.ones(len(rows.items), dtype=bool)
+    if rows.candidates.ndim == 2:
+        sets, names = parse_candidates(rows.candidates, classes)
+        return good, sets.mask, _enough(names, sets.mask)
+    cells = _objects(tuple(c) if isinstance(c, (list, np.ndarray)) else c for c in rows.candidates.tolist())
+    code, distinct = pd.factorize(cells, use_na_sentinel=False)
+    left = np.arange(len(distinct))  # the distinct cells that are fine as far as is known
+    while True:
+        try:
+            sets, names = parse_candidates(list(distinct[left]), classes)
+            break
+        except UserError as error:
+            row, colon, problem = str(error).removeprefix("row ").partition(": ")
+            if not (colon and row.isdecimal()):
+                raise
+            for i in (code == left[int(row)]).nonzero()[0]:
+                rows.refuse(i, problem, note)
+            left = np.delete(left, int(row))
+    good = np.isin(code, left)
+    S = sets.mask[torch.from_numpy(np.searchsorted(left, code[good]))]
+    return good, S, _enough(names, S)
+
+
+def _enough(names: list[Any], S: Tensor) -> list[Any]:
+    if len(names) < 2:
+        raise UserError(f"there is only one class, {names[0]!r}: nothing can be learned")
+    if bool(S.all()):
+        raise UserError("every item names every class: nothing can be learned")
+    return names
+
+
+def _read_images(rows: Rows, note: list[str] | None) -> tuple[np.ndarray, np.ndarray]:
+    """(good (n,), the good images), all of one size."""
+    size = own_size(rows.x)
+    good, images = np.ones(len(rows.x), dtype=bool), []
+    for i, path in enumerate(rows.x):
+        try:
+            images.append(open_image(path, size))
+        except UserError as error:
+            rows.refuse(i, error, note)
+            good[i] = False
+    return good, stack_images(images) if images else np.empty(0)
+
+
+def _finite(rows: Rows, features: list[str] | None, note: list[str] | None) -> tuple[np.ndarray, np.ndarray]:
+    """(good (n,), the good items)."""
+    if rows.x.dtype.kind not in "fiub":
+        raise UserError(f"{rows.table} 0: x is an array of numbers, not of {rows.x.dtype}")
+    finite = np.isfinite(rows.x)
+    good = finite.reshape(len(finite), -1).all(1)
+    for i in (~good).nonzero()[0]:
+        column = int(finite[i].reshape(-1).argmin())
+        rows.refuse(i, f"feature {features[column] if features else column!r} is no finite number", note)
+    return good, rows.x[good]
+
+
+# ---- items to predict ------------------------------------------------------------------------------------
+
+
+def items_to_predict(path: Path, shape: tuple[int, ...], features: list[str] | None, note: list[str] | None,
+                     chunk: int = 500) -> tuple[int, Iterator[tuple[list[Any], Tensor]]]:  # fmt: skip
+    """(how many, chunks of (names, items)) of a folder of images, a table, an .npz or an .npy file; of a folder no more
+    than a chunk is held at once."""
+    if path.is_dir():
+        if len(shape) != 3:
+            raise UserError(f"{path}: the run takes {shape[0]} features, not images")
+        files = sorted(file for file in path.rglob("*") if file.suffix.lower() in IMAGES and file.is_file())
+        if not files:
+            raise UserError(f"{path}: there is no image in it ({', '.join(IMAGES)})")
+        return len(files), _image_chunks(path, files, shape, note, chunk)
+    if path.suffix in (".npy", ".npz"):
+        x = _checked(path, _array(path), shape)
+        names: list[Any] = list(range(len(x)))
+    else:
+        if features is None:
+            raise UserError(f"{path}: the run was not trained on a table")
+        frame = read_table(path, lambda columns: features, note)
+        values = _numbers(frame[_feature_names(path, list(frame), features, "")])
+        rows = _rows(frame, frame.index, values, path)
+        good, values = _finite(rows, features, note)
+        x, names = as_items(values) if len(values) else torch.empty(0, *shape), rows.items[good].tolist()
+    return len(x), ((names[i : i + chunk], x[i : i + chunk]) for i in range(0, len(x), chunk))
+
+
+def _image_chunks(folder: Path, files: list[Path], shape: tuple[int, ...], note: list[str] | None, chunk: int
+                  ) -> Iterator[tuple[list[Any], Tensor]]:  # fmt: skip
+    channels, height, width = shape
+    for start in range(0, len(files), chunk):
+        names, images = [], []
+        for file in files[start : start + chunk]:
+            try:
+                images.append(open_image(file, (width, height)).convert("L" if channels == 1 else "RGB"))
+                names.append(str(file.relative_to(folder)))
+            except UserError as error:
+                refuse(str(error), note)
+        yield names, as_items(stack_images(images)) if images else torch.empty(0, *shape, dtype=torch.uint8)
+
+
+def _array(path: Path) -> np.ndarray:
+    if path.suffix == ".npz":
+        held = read_npz(path)
+        if "x" not in held:
+            raise UserError(f"{path}: there is no array 'x', only {', '.join(map(repr, held))}")
+        return held["x"]
+    try:
+        array = np.load(path, allow_pickle=False)
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file") from None
+    except UNREADABLE as error:
+        raise UserError(f"{path}: not an array file ({error})") from None
+    if not isinstance(array, np.ndarray):
+        raise UserError(f"{path}: items are one array, not an archive")
+    return array
+
+
+def _checked(path: Path, array: np.ndarray, shape: tuple[int, ...]) -> Tensor:
+    if len(shape) == 3 and array.dtype != np.uint8:
+        raise UserError(f"{path}: images are one uint8 array, not {array.dtype}")
+    images = array[..., None] if len(shape) == 3 and array.ndim == 3 else array
+    wanted = (shape[1], shape[2], shape[0]) if len(shape) == 3 else shape
+    if images.shape[1:] != wanted:
+        kind = "images" if len(shape) == 3 else "features"
+        raise UserError(f"{path}: the run takes {kind} of {wanted}, these are {images.shape[1:]}")
+    return as_items(images) if len(images) else torch.empty(0, *shape)
