@@ -72,7 +72,7 @@ def summary(record: dict[str, Any], epochs: int) -> str:
         "true_in_set_after",
         "label_accuracy",
     )
-    terms = ", ".join(f"{k} {v:.3f}" for k, v in record.items() if k not in known + fixed)
+    terms = ", ".join(f"{k} {v:.3f}" for k, v in record.items() if k not in known + fixed and not k.startswith("em_"))
     parts = [f"epoch {record['epoch'] + 1:>3}/{epochs}", f"loss {record['loss']:.3f} ({terms})"]
     if record["val_accuracy"] is not None:
         parts.append(f"val {record['val_accuracy']:.2%}")
@@ -81,3 +81,16 @@ def summary(record: dict[str, Any], epochs: int) -> str:
     if "corrected_now" in record:
         parts.append(f"sets corrected {record['corrected']} (+{record['corrected_now']})")
     return "  ".join([*parts, f"{record['seconds']:.0f} s"])
+
+
+def clock(seconds: float) -> str:
+    """12 s, 3:20 min, 2:05 h, 3.4 days"""
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    if seconds < 3600:
+        return f"{seconds // 60:.0f}:{seconds % 60:02.0f} min"
+    return (
+        f"{seconds // 3600:.0f}:{seconds % 3600 // 60:02.0f} h"
+        if seconds < 48 * 3600
+        else f"{seconds / 86400:.1f} days"
+    )
