@@ -51,7 +51,8 @@ class Cell:
         """Of the run's folder."""
         r = self.run
         digest = hashlib.sha256(json.dumps(r.to_dict(), sort_keys=True).encode()).hexdigest()[:10]
-        return f"{r.dataset}-{r.method}-eta{r.eta}-mu{r.mu}-seed{r.seed}-{digest}"
+        rates = "" if r.eta is None else f"-eta{r.eta}-mu{r.mu}"
+        return f"{r.dataset}-{r.method}{rates}-seed{r.seed}-{digest}"
 
 
 def make_cell(values: dict[str, Any], settings: dict[str, Any], data_dir: Path | None) -> Cell:
@@ -67,7 +68,7 @@ def make_cell(values: dict[str, Any], settings: dict[str, Any], data_dir: Path |
         "dataset_name": v["dataset"], "method": method, "recipe": v["recipe"], "settings": settings, **cell,
         "split_kind": v["split"], "candidates": v["candidates"], "data_dir": data_dir and str(data_dir),
     }  # fmt: skip
-    if v["candidates"] is not None:  # only the file knows what they are
+    if v["candidates"] is not None or v["dataset"] not in paper.ACCURACY:  # what they are is a part of the config
         return Cell(make_run(**arguments)[0], arguments)
     config = METHODS[method].Config
     return Cell(resolve(v["dataset"], method, v["recipe"], config, settings, split=v["split"], **cell), arguments)
@@ -182,14 +183,15 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def check_data(cells: list[Cell]) -> None:
-    """Refuse now what every worker would refuse, and download once."""
+    """Refuse now what every worker would refuse of the large sets, which are not opened before; and download once."""
     from urrl.candidates import generate
     from urrl.data import load, split
 
-    for (name, data_dir), same in _by(cells, "dataset_name", "data_dir").items():
+    large = [cell for cell in cells if cell.run.dataset in paper.ACCURACY]
+    for (name, data_dir), same in _by(large, "dataset_name", "data_dir").items():
         dataset = load(name, data_dir)
         for (kind, subset), some in _by(same, "split_kind", "subset").items():
-            y = split(dataset, kind, 0, subset).train.y[:1]
+            y = split(dataset, kind, 0, subset).train.truth[:1]
             for eta, mu, convention in _by(some, "eta", "mu", "convention"):
                 generate(y, len(dataset.classes), eta, mu, convention)
 
@@ -367,7 +369,8 @@ class View:
         folder = self.out / cell.name
         if state_of(folder) == "done":
             result = json.loads((folder / "result.json").read_text())
-            figure = f"{result['test_accuracy']:.2%} in {clock(result['seconds'])}"
+            known = "trained" if result["test_accuracy"] is None else f"{result['test_accuracy']:.2%}"
+            figure = f"{known} in {clock(result['seconds'])}"
         else:
             figure = "failed"
         note = "" if answer in ("done", "failed") else f" ({answer})"

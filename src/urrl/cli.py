@@ -149,6 +149,11 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("--dry-run", action="store_true", help="only print the cells and what they would cost")
     add_machine(sub)
 
+    sub = command("report", _report, "Tables beside the paper's and pictures of every run below a folder, on one page.")
+    sub.add_argument("folder", type=Path, metavar="DIR", help="of `urrl bench`, or any folder with runs below it")
+    sub.add_argument("--out", type=Path, metavar="FILE.html", help="the page (default DIR/report.html)")
+    sub.add_argument("--data-dir", type=Path, metavar="D", help="where the data files are, for t-SNE")
+
     sub = command("generate", _generate, "Draw candidate sets for a data set and save them.")
     add_cell(sub)
     sub.add_argument("--out", type=Path, required=True, metavar="FILE.npz", help="where to save them")
@@ -274,6 +279,12 @@ def _bench(args: argparse.Namespace) -> None:
     from urrl.bench import bench
 
     bench(args)
+
+
+def _report(args: argparse.Namespace) -> None:
+    from urrl.report import report
+
+    report(args)
 
 
 def _generate(args: argparse.Namespace) -> None:

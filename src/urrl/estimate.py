@@ -64,19 +64,14 @@ def _kind(cell: Cell) -> str:
 
 def count_flops(cell: Cell) -> float:
     """Of the whole run, from two epochs on very few items."""
-    tiny = cell.arguments | {"subset": TINY, "settings": cell.arguments["settings"] | {"epochs": 2}, "candidates": None}
+    a = cell.arguments
+    items = cell.run.subset or len(split(load(a["dataset_name"], a["data_dir"]), a["split_kind"], 0).train)
+    tiny = a | {"subset": TINY, "settings": a["settings"] | {"epochs": 2}, "candidates": None}
     run, dataset, splits, sets = make_run(**tiny)
     with tempfile.TemporaryDirectory() as folder:
         splits = dataclasses.replace(splits, test=splits.val)
-        counted = train(run, dataset, splits, sets, Path(folder) / "run", device="cpu")["train_flops"]
-    return float(counted) / (2 * TINY) * cell.run.training.epochs * _items(cell)
-
-
-def _items(cell: Cell) -> int:
-    if cell.run.subset is not None:
-        return cell.run.subset
-    a = cell.arguments
-    return len(split(load(a["dataset_name"], a["data_dir"]), a["split_kind"], 0).train.y)
+        result = train(run, dataset, splits, sets, Path(folder) / "run", device="cpu")
+    return result["train_flops"] / (result["epochs"] * result["n_train"]) * cell.run.training.epochs * items
 
 
 def speed(cell: Cell, device: str) -> float:
