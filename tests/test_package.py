@@ -40,7 +40,7 @@ def test_what_is_in_the_wheel(wheel):
         held = set(archive.namelist())
         text = {name.split("/")[-1]: archive.read(name).decode() for name in held if ".dist-info/" in name}
     source = ROOT / "src"
-    wanted = {str(path.relative_to(source)) for path in source.rglob("*.py")}
+    wanted = {str(path.relative_to(source)) for path in source.rglob("*") if path.suffix in (".py", ".html")}
     assert {name for name in held if ".dist-info/" not in name} == wanted
     assert "urrl = urrl.cli:main" in text["entry_points.txt"]
     assert f"Version: {urrl.__version__}\n" in text["METADATA"]

@@ -160,13 +160,12 @@ def test_figures_are_the_paper_s(seed, d):
     rng = torch.Generator().manual_seed(seed)
     n, C = 40, 4
     S = random_sets(n, C, rng)
-    f, q, l = torch.rand(n, C, generator=rng).softmax(1), unit_rows(n, d, rng), distribution_on(S, rng)
+    logits, q, l = torch.randn(n, C, generator=rng), unit_rows(n, d, rng), distribution_on(S, rng)
     S[:, -1] &= S.sum(1) > 1  # hardly anything in the last cluster
     S[~S.any(1), 0] = True
     z = prototypes(q, l)
-    double = [t.double() for t in (f, q, l, z)]
-    expected = literal_figures(double[0], double[1], S, double[2], double[3], 0.3)
-    assert em_figures(f, q, S, l, z, 0.3) == pytest.approx(expected, rel=1e-4, abs=1e-4)
+    expected = literal_figures(logits.softmax(1).double(), q.double(), S, l.double(), z.double(), 0.3)
+    assert em_figures(Out(logits, q, q), S, l, z, 0.3) == pytest.approx(expected, rel=1e-4, abs=1e-4)
 
 
 @pytest.mark.parametrize(("d", "kappa"), [(3, 0.5), (3, 20.0), (5, 2.0), (16, 30.0)])
@@ -191,9 +190,9 @@ def test_extremes_are_finite():
     f, l = torch.full((4, 2), 0.5), torch.full((4, 2), 0.5)
     one = torch.eye(4096)[:1].expand(4, -1)
     opposite = one * torch.tensor([1.0, -1.0, 1.0, -1.0])[:, None]
-    same = em_figures(f, one, S, l, prototypes(one, l), 0.3)
+    same = em_figures(Out(f, one, one), S, l, prototypes(one, l), 0.3)
     assert same["em_compactness"] == pytest.approx(1) and same["em_alignment"] == pytest.approx(-1 / 0.3)
-    apart = em_figures(f, opposite, S, l, prototypes(opposite, l), 0.3)
+    apart = em_figures(Out(f, opposite, opposite), S, l, prototypes(opposite, l), 0.3)
     assert apart["em_compactness"] == 0 and same["em_bound"] > apart["em_bound"]
     assert all(math.isfinite(v) for figures in (same, apart) for v in figures.values())
 
@@ -207,7 +206,7 @@ def test_tighter_clusters_have_a_higher_bound():
     figures = []
     for spread in (2.0, 1.0, 0.5, 0.1):
         q = torch.nn.functional.normalize(3 * torch.eye(8)[cluster] + spread * noise, dim=1)
-        figures.append(em_figures(f, q, S, f, prototypes(q, f), 0.3))
+        figures.append(em_figures(Out(f, q, q), S, f, prototypes(q, f), 0.3))
     for better, worse in itertools.pairwise(reversed(figures)):
         assert better["em_bound"] > worse["em_bound"] and better["em_compactness"] > worse["em_compactness"]
         assert better["em_alignment"] < worse["em_alignment"]
@@ -221,5 +220,5 @@ def test_an_epoch_of_urrl_records_them_without_another_pass():
     asked = mock.Mock(return_value=out)
     figures = method.begin_epoch(0, asked)
     asked.assert_called_once_with()
-    expected = em_figures(out.logits.softmax(1), out.q, method.S, method.l, method.z, method.config.tau)
+    expected = em_figures(out, method.S, method.l, method.z, method.config.tau)
     assert {key: figures[key] for key in expected} == expected

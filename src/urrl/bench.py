@@ -21,21 +21,22 @@ from typing import Any
 
 from urrl import paper
 from urrl.config import RECIPES, Run, resolve
+from urrl.data import load
 from urrl.engines import ENGINES, Engine
 from urrl.errors import UserError
 from urrl.files import write_json
 from urrl.methods import METHODS, method_name
 from urrl.progress import clock
-from urrl.run import make_run
+from urrl.run import make_run, make_sets
 from urrl.worker import lock
 
 GRIDS = ("paper:fmnist", "paper:cifar10", "paper:cifar100", "paper:ablation", "paper:phi", "paper:tsne")
 DEATHS = 2  # how often a run whose worker died is begun again
 
-# The keys of a grid file, with their types and the defaults of `train`. Seeds come first in the product: a grid that
-# is stopped early has one seed of everything rather than all seeds of something.
+# The keys of a grid file, with their types and the defaults of `train` (None: it depends on the data). Seeds come first
+# in the product: a grid that is stopped early has one seed of everything rather than all seeds of something.
 KEYS: dict[str, tuple[type, Any]] = {
-    "seed": (int, 0), "dataset": (str, None), "eta": (float, 0.3), "mu": (float, 0.3), "convention": (str, "paper"),
+    "seed": (int, 0), "dataset": (str, None), "eta": (float, None), "mu": (float, None), "convention": (str, None),
     "split": (str, "paper"), "subset": (int, None), "candidates": (str, None), "recipe": (str, "fast"),
     "epochs": (int, None), "method": (str, "urrl"),
 }  # fmt: skip
@@ -51,7 +52,7 @@ class Cell:
         """Of the run's folder."""
         r = self.run
         digest = hashlib.sha256(json.dumps(r.to_dict(), sort_keys=True).encode()).hexdigest()[:10]
-        rates = "" if r.eta is None else f"-eta{r.eta}-mu{r.mu}"
+        rates = "".join(f"-{rate}{value}" for rate, value in (("eta", r.eta), ("mu", r.mu)) if value is not None)
         return f"{r.dataset}-{r.method}{rates}-seed{r.seed}-{digest}"
 
 
@@ -71,6 +72,7 @@ def make_cell(values: dict[str, Any], settings: dict[str, Any], data_dir: Path |
     if v["candidates"] is not None or v["dataset"] not in paper.ACCURACY:  # what they are is a part of the config
         return Cell(make_run(**arguments)[0], arguments)
     config = METHODS[method].Config
+    cell |= {key: default for key, default in (("eta", 0.3), ("mu", 0.3), ("convention", "paper")) if cell[key] is None}
     return Cell(resolve(v["dataset"], method, v["recipe"], config, settings, split=v["split"], **cell), arguments)
 
 
@@ -184,16 +186,11 @@ def _as_list(value: Any) -> list[Any]:
 
 def check_data(cells: list[Cell]) -> None:
     """Refuse now what every worker would refuse of the large sets, which are not opened before; and download once."""
-    from urrl.candidates import generate
-    from urrl.data import load, split
-
     large = [cell for cell in cells if cell.run.dataset in paper.ACCURACY]
     for (name, data_dir), same in _by(large, "dataset_name", "data_dir").items():
         dataset = load(name, data_dir)
-        for (kind, subset), some in _by(same, "split_kind", "subset").items():
-            y = split(dataset, kind, 0, subset).train.truth[:1]
-            for eta, mu, convention in _by(some, "eta", "mu", "convention"):
-                generate(y, len(dataset.classes), eta, mu, convention)
+        for split, subset, eta, mu, convention in _by(same, "split_kind", "subset", "eta", "mu", "convention"):
+            make_sets(dataset, split, subset, eta, mu, convention, seed=0)
 
 
 def _by(cells: list[Cell], *keys: str) -> dict[tuple[Any, ...], list[Cell]]:

@@ -131,6 +131,7 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument(
         "--resume", action="store_true", help="go on with the run in --out; a finished run is left as it is"
     )
+    sub.add_argument("--tensorboard", action="store_true", help="write every epoch's figures for TensorBoard as well")
     add_machine(sub)
 
     sub = command("bench", _bench, "Train every cell of a grid, each in its own folder below --out.", BENCH_EXAMPLES)
@@ -238,8 +239,13 @@ def _train(args: argparse.Namespace) -> None:
     fold = [run.split.replace(":", "")] if run.split.startswith("fold") else []
     name = "-".join([run.dataset, run.method, *rates, run.recipe, *fold, f"seed{run.seed}"])
     folder = args.out or Path("runs", name)
+    show = _progress(args)
+    if args.tensorboard:
+        from urrl.board import Board
+
+        show = Board(folder / "tensorboard", args.quiet)
     try:
-        result = train(run, dataset, splits, sets, folder, args.resume, args.device, _progress(args))
+        result = train(run, dataset, splits, sets, folder, args.resume, args.device, show)
     except Diverged as error:
         print(f"urrl: {error}; {folder} keeps what was good before", file=sys.stderr)
         sys.exit(1)
@@ -276,6 +282,7 @@ def _print_result(r: dict[str, Any], folder: Path) -> None:
 
 
 def _bench(args: argparse.Namespace) -> None:
+    _torch(args)
     from urrl.bench import bench
 
     bench(args)

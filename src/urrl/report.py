@@ -47,12 +47,18 @@ class Entry:
     def setting(self) -> tuple[Any, ...]:
         """What the runs of one table have in common."""
         c, t = self.config, self.config["training"]
-        return (c["dataset"], c["recipe"], t["net"], t["width"], t["epochs"], c["subset"], c["convention"], c["split"])
+        split = c["split"].partition(":")[0]  # the folds are repetitions
+        return (c["dataset"], c["recipe"], t["net"], t["width"], t["epochs"], c["subset"], c["convention"], split)
 
     @property
     def rates(self) -> tuple[float, float]:
-        """(eta, mu); of sets that came with the data nobody knows them."""
-        return (math.nan, math.nan) if self.config["eta"] is None else (self.config["eta"], self.config["mu"])
+        """(eta, mu), -1 where nobody knows: of sets that came with the data."""
+        eta, mu = (-1.0 if self.config[rate] is None else self.config[rate] for rate in ("eta", "mu"))
+        return eta, mu
+
+    @property
+    def repetition(self) -> tuple[int, str]:
+        return (self.config["seed"], self.config["split"])
 
     @property
     def accuracy(self) -> float | None:
@@ -181,7 +187,7 @@ def groups(entries: Iterable[Entry], key: Any) -> dict[Any, list[Entry]]:
 class Figure:
     """Accuracy over the seeds, beside the paper's."""
 
-    by_seed: dict[int, float]
+    by_seed: dict[Any, float]
     planned: int
     failed: bool
     printed: paper.Value | None
@@ -212,8 +218,8 @@ class Figure:
 
 
 def figure(entries: list[Entry], printed: paper.Value | None = None) -> Figure:
-    known = {e.config["seed"]: e.accuracy for e in entries if e.accuracy is not None}
-    return Figure(known, len({e.config["seed"] for e in entries}), any(e.error for e in entries), printed)
+    known = {e.repetition: e.accuracy for e in entries if e.accuracy is not None}
+    return Figure(known, len({e.repetition for e in entries}), any(e.error for e in entries), printed)
 
 
 def with_std(mean: float, std: float | None) -> str:
@@ -242,7 +248,8 @@ def setting_title(setting: tuple[Any, ...]) -> str:
 
 
 def rates_text(rates: tuple[float, float]) -> str:
-    return "sets of the data" if math.isnan(rates[0]) else f"η {rates[0]:g}, μ {rates[1]:g}"
+    known = [f"{name} {rate:g}" for name, rate in zip("ημ", rates) if rate >= 0]
+    return ", ".join(known) or "sets as they came"
 
 
 Grid = dict[tuple[float, float], dict[str, Figure]]  # (eta, mu) -> label -> figure
@@ -272,7 +279,7 @@ def accuracy_table(grid: Grid) -> Table:
     rows = []
     for (eta, mu), row in grid.items():
         best = best_of(row)
-        rates = [Cell("–"), Cell("–")] if math.isnan(eta) else [Cell(f"{eta:g}", eta), Cell(f"{mu:g}", mu)]
+        rates = [Cell("–") if rate < 0 else Cell(f"{rate:g}", rate) for rate in (eta, mu)]
         rows.append([*rates, *(row[name].cell(name == best) for name in names)])
     return Table(
         "Test accuracy in percent",
@@ -312,10 +319,10 @@ def cost_table(entries: list[Entry]) -> Table | None:
     by_label = groups(finished, lambda e: label(e.config))
     if not by_label:
         return None
-    common = set.intersection(*({(*e.rates, e.config["seed"]) for e in some} for some in by_label.values()))
+    common = set.intersection(*({(*e.rates, *e.repetition) for e in some} for some in by_label.values()))
     rows = []
     for name, some in by_label.items():
-        shared = [e for e in some if (*e.rates, e.config["seed"]) in common] or some
+        shared = [e for e in some if (*e.rates, *e.repetition) in common] or some
         results = [e.result for e in shared if e.result]
         accuracies = [e.accuracy for e in shared if e.accuracy is not None]
         accuracy = statistics.fmean(accuracies) if accuracies else None
@@ -514,6 +521,8 @@ def tsne_picture(entries: list[Entry], data_dir: Path | None, points: int = 10_0
         from openTSNE import TSNE
     except ImportError:
         raise UserError("the t-SNE panels take openTSNE: pip install 'urrl[tsne]'") from None
+    import torch
+
     from urrl.data import load, split
     from urrl.evaluate import labelled_features
     from urrl.predict import load_model
@@ -528,7 +537,7 @@ def tsne_picture(entries: list[Entry], data_dir: Path | None, points: int = 10_0
         test = split(load(c["dataset"], data_dir), c["split"], c["seed"]).test
         features, y = labelled_features(net, test, policy, points)
         shown = len(y)
-        place = TSNE(random_state=0, n_jobs=-1).fit(features.numpy())
+        place = TSNE(random_state=0, n_jobs=torch.get_num_threads()).fit(features.numpy())
         panel.scatter(place[:, 0], place[:, 1], c=y.numpy(), cmap="tab10" if int(y.max()) < 10 else "hsv", s=2, lw=0)
         panel.set(title=plain(label(c)), xticks=[], yticks=[])
         panel.grid(False)
@@ -646,7 +655,7 @@ def comma_separated(entries: list[Entry]) -> str:
         flops, seconds = ((statistics.fmean(r[k] for r in results) if results else None)
                           for k in ("train_flops", "seconds"))  # fmt: skip
         row = [f.mean, f.std, *(f.printed or (None, None)), f.difference]
-        known = [None, None] if math.isnan(rates[0]) else list(rates)
+        known = [None if rate < 0 else rate for rate in rates]
         rows.writerow([setting_title(setting), c["dataset"], *known, c["method"], name, len(f.by_seed), f.planned,
                        *("" if v is None else f"{v:.4f}" for v in row), flops, seconds])  # fmt: skip
     return text.getvalue()
