@@ -285,7 +285,7 @@ def accuracy_table(grid: Grid) -> Table:
         "Test accuracy in percent",
         ["η", "μ", *names],
         rows,
-        "Mean ± standard deviation over the seeds, best in bold, the paper's value and the difference beside it.",
+        "Mean ± standard deviation over the seeds, best in bold; where the paper has the cell, its value and the difference.",
     )
 
 
@@ -422,6 +422,8 @@ def _panels(plt: Any, n: int, width: float = 3.6, height: float = 2.7) -> tuple[
     drawn, axes = plt.subplots(rows, columns, figsize=(width * columns, height * rows), squeeze=False,
                                constrained_layout=True)  # fmt: skip
     flat = list(axes.flat)
+    for panel in flat:
+        panel.xaxis.get_major_locator().set_params(integer=True)  # epochs
     for spare in flat[n:]:
         spare.axis("off")
     return drawn, flat[:n]
@@ -467,9 +469,10 @@ def over_epochs(
     for (name, same), (key, (axis, factor)), panel in (
         (*pair, panel) for pair, panel in zip(itertools.product(by_label.items(), quantities.items()), axes)
     ):
-        for i, (rates, here) in enumerate(sorted(groups(same, lambda e: e.rates).items())):
+        cells = sorted(groups(same, lambda e: e.rates).items())
+        for i, (rates, here) in enumerate(cells):
             x, y = _series(here, key)
-            panel.plot(x, [factor * v for v in y], label=rates_text(rates), color=plt.cm.viridis(i / 9),
+            panel.plot(x, [factor * v for v in y], label=rates_text(rates), color=plt.cm.viridis(i / len(cells)),
                        marker="." if len(x) == 1 else None)  # fmt: skip
         panel.set(title=plain(name), xlabel="epoch", ylabel=axis)
     _legend(drawn, axes)
@@ -483,9 +486,9 @@ def cost_picture(table: Table) -> Picture | None:
     plt = _pyplot()
     drawn, panel = plt.subplots(figsize=(6.4, 3.8), constrained_layout=True)
     for i, (name, accuracy, flops) in enumerate(points):
-        panel.plot([flops], [accuracy], "o", color=f"C{i % 10}")
-        panel.annotate(plain(name), (flops, accuracy), xytext=(5, 4), textcoords="offset points", fontsize=8)
-    panel.set(xscale="log", xlabel="FLOPs of the training", ylabel="test accuracy, %")
+        panel.plot([flops], [accuracy], "o", color=f"C{i % 10}", label=plain(name))
+    panel.set(xlabel="FLOPs of the training", ylabel="test accuracy, %")
+    drawn.legend(loc="outside right upper")
     return Picture("Accuracy against cost", _source(plt, drawn))
 
 
@@ -498,7 +501,9 @@ def study_picture(some: list[Entry], kind: str) -> Picture:
         (-0.2, "ours", [(f.mean, f.std) for _, f in rows]),
         (0.2, "the paper's", [f.printed or (None, None) for _, f in rows]),
     ):
-        known = [(i, mean, std or 0.0) for i, (mean, std) in enumerate(values) if mean is not None]
+        known = [
+            (i, mean, math.nan if std is None else std) for i, (mean, std) in enumerate(values) if mean is not None
+        ]
         if not known:
             continue
         x, y, spread = zip(*known)
@@ -575,8 +580,9 @@ def sections(root: Path, entries: list[Entry], data_dir: Path | None) -> list[Se
         parts.append(over_epochs(
             here, "The paper's EM reading",
             {"em_bound": ("bound of the likelihood", 1), "em_alignment": ("alignment term", 1),
-             "em_compactness": ("compactness Σ n_c/n ‖δ_c‖", 1)},
-            "At the beginning of each epoch. The theory wants the first and the third to rise, the second to fall.",
+             "em_compactness": ("compactness", 1)},
+            "At the beginning of each epoch. The theory wants the first and the third to rise, the second to fall; but "
+            "an untrained network puts all items close together, which counts as compact: the curves begin high.",
         ))  # fmt: skip
         made.append(Section(setting_title(setting), [part for part in parts if part]))
     planned = {root / cell["folder"] for plan in sorted(root.glob("grids/*.json"))
