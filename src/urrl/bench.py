@@ -106,10 +106,12 @@ def paper_grid(grid: str, given: dict[str, list[Any]]) -> list[tuple[dict[str, A
             raise UserError(f"{grid} has no data set {dataset!r}; it can be run on {', '.join(places)}")
     axes: dict[str, list[Any]] = {"seed": [0] if name == "tsne" else [0, 1, 2], "dataset": datasets, "method": methods}
     axes |= given
+    methods = axes.pop("method")
     return [
-        ({**chosen, "eta": eta, "mu": mu}, settings)
+        ({**chosen, "eta": eta, "mu": mu, "method": method}, settings)
         for chosen in (dict(zip(axes, values)) for values in itertools.product(*axes.values()))
         for eta, mu in places[chosen["dataset"]]
+        for method in methods
         for settings in variants[chosen["dataset"]]
     ]
 

@@ -285,7 +285,7 @@ def accuracy_table(grid: Grid) -> Table:
         "Test accuracy in percent",
         ["η", "μ", *names],
         rows,
-        "Mean ± standard deviation over the seeds, best in bold; where the paper has the cell, its value and the difference.",
+        "Mean ± standard deviation over the seeds, best in bold; then the paper's value and ours minus it.",
     )
 
 
