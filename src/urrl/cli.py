@@ -25,6 +25,25 @@ TRAIN_EXAMPLES = """examples:
 `urrl methods NAME` and `urrl recipes` list the options and their values.
 """
 
+BENCH_EXAMPLES = """grids:
+  paper:fmnist, paper:cifar10, paper:cifar100    the nine cells of a table, with the paper's seven methods
+  paper:ablation, paper:phi                      the parts of URRL and its threshold, on CIFAR-10 and CIFAR-100
+  paper:tsne                                     the methods of the t-SNE figure
+  FILE.toml                                      keys are the options of `train`, lists multiply out:
+      dataset = ["digits"]
+      method = ["urrl", "proden"]
+      eta = [0.3]
+      mu = [0.1, 0.3]
+      seed = [0, 1]
+      set.width = [8]
+
+examples:
+  urrl bench paper:fmnist --subset 10000 --epochs 10 --jobs 2 --out runs/fmnist
+  urrl bench paper:phi --datasets fmnist --seeds 1 --out runs/phi --dry-run
+
+The same command goes on where it was stopped. `urrl report DIR` draws up the tables.
+"""
+
 
 class Parser(argparse.ArgumentParser):
     def __init__(self, **options: Any):
@@ -120,7 +139,29 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument(
         "--resume", action="store_true", help="go on with the run in --out; a finished run is left as it is"
     )
+    sub.add_argument("--tensorboard", action="store_true", help="write every epoch's figures for TensorBoard as well")
     add_machine(sub)
+
+    sub = command("bench", _bench, "Train every cell of a grid, each in its own folder below --out.", BENCH_EXAMPLES)
+    sub.add_argument("grid", metavar="GRID", help="a named grid or a TOML file")
+    sub.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the runs")
+    sub.add_argument("--methods", metavar="A,B", help="all, or names (default: the paper's seven, or the file's)")
+    sub.add_argument("--datasets", metavar="A,B", help="instead of the grid's")
+    sub.add_argument("--seeds", type=int, metavar="N", help="seeds 0 to N-1 (default 3; paper:tsne 1; or the file's)")
+    sub.add_argument("--recipe", metavar="NAME", help="fast (default) or paper")
+    sub.add_argument("--subset", type=int, metavar="N", help="train on N items only")
+    sub.add_argument("--epochs", type=int, metavar="N", help="instead of the recipe's")
+    sub.add_argument("--data-dir", type=Path, metavar="D", help="where the data files are")
+    sub.add_argument("--jobs", type=int, default=1, metavar="J", help="runs at a time (default 1)")
+    sub.add_argument("--engine", default="local", metavar="NAME", help="local (default), slurm or ray")
+    sub.add_argument("--retry-failed", action="store_true", help="try again what failed")
+    sub.add_argument("--dry-run", action="store_true", help="only print the cells and what they would cost")
+    add_machine(sub)
+
+    sub = command("report", _report, "Tables beside the paper's and pictures of every run below a folder, on one page.")
+    sub.add_argument("folder", type=Path, metavar="DIR", help="of `urrl bench`, or any folder with runs below it")
+    sub.add_argument("--out", type=Path, metavar="FILE.html", help="the page (default DIR/report.html)")
+    sub.add_argument("--data-dir", type=Path, metavar="D", help="where the data files are, for t-SNE")
 
     sub = command("generate", _generate, "Draw candidate sets for a data set and save them.")
     add_cell(sub)
@@ -242,9 +283,14 @@ def _train(args: argparse.Namespace) -> None:
     fold = [run.split.replace(":", "")] if run.split.startswith("fold") else []
     name = "-".join([run.dataset, run.method, *rates, run.recipe, *fold, f"seed{run.seed}"])
     folder = args.out or Path("runs", name)
+    show = _progress(args)
+    if args.tensorboard and distributed.rank() == 0:
+        from urrl.board import Board
+
+        show = Board(folder / "tensorboard", args.quiet)
     try:
         resume = args.resume or distributed.restarts() > 0
-        result = train(run, dataset, splits, sets, folder, resume, args.device, _progress(args))
+        result = train(run, dataset, splits, sets, folder, resume, args.device, show)
     except Diverged as error:
         if distributed.rank() == 0:
             print(f"urrl: {error}; {folder} keeps what was good before", file=sys.stderr)
@@ -316,6 +362,19 @@ def _print_result(r: dict[str, Any], folder: Path) -> None:
         f"cost              {r['seconds']:.0f} s, {r['train_flops']:.3g} FLOPs, {r['samples_per_second']:.0f} items/s"
     )
     print(f"run folder        {folder}   (curves.png, result.json)")
+
+
+def _bench(args: argparse.Namespace) -> None:
+    _torch(args)
+    from urrl.bench import bench
+
+    bench(args)
+
+
+def _report(args: argparse.Namespace) -> None:
+    from urrl.report import report
+
+    report(args)
 
 
 def _generate(args: argparse.Namespace) -> None:

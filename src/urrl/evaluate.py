@@ -51,6 +51,11 @@ def part_accuracy(net: Network, part: Part, policy: AnyPolicy, flip: bool) -> fl
     return accuracy(infer(net, part.x, policy, flip).logits, part.y)
 
 
+def labelled_features(net: Network, part: Part, policy: AnyPolicy, n: int) -> tuple[Tensor, Tensor]:
+    """The encoder's features of the first n items with their true classes, for a picture."""
+    return infer(net, part.x[:n], policy).feature.cpu(), part.truth[:n]
+
+
 def validation(net: Network, part: Part, policy: AnyPolicy) -> dict[str, float | None]:
     """What chooses the best epoch: the accuracy or, where the held-out rows have candidate sets of their own, those."""
     if part.S is None or not len(part):

@@ -31,7 +31,7 @@ def draw_curves(history: list[dict[str, Any]], path: Path, title: str) -> None:
     shares = ("true_in_set_after", "corrected_precision", "val_accuracy", "label_accuracy", "true_in_set_before")
     of_sets = ("val_covering", "val_approximated", "val_likelihood")
     known = ("epoch", "lr", "flops", "seconds", "once_per_epoch", "corrected", "corrected_now", *shares, *of_sets)
-    for name in (key for key in history[-1] if key not in known):
+    for name in (key for key in history[-1] if key not in known and not key.startswith("em_")):
         middle.plot(epochs, series(name), label=name)
     middle.set(xlabel="epoch", title="loss and its terms", yscale="log")
     right.plot(epochs, series("true_in_set_after"), label="sets that hold the true label")

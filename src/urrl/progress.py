@@ -74,7 +74,7 @@ def summary(record: dict[str, Any], epochs: int) -> str:
         "true_in_set_after",
         "label_accuracy",
     )
-    terms = ", ".join(f"{k} {v:.3f}" for k, v in record.items() if k not in known + fixed)
+    terms = ", ".join(f"{k} {v:.3f}" for k, v in record.items() if k not in known + fixed and not k.startswith("em_"))
     parts = [f"epoch {record['epoch'] + 1:>3}/{epochs}", f"loss {record['loss']:.3f} ({terms})"]
     if record["val_accuracy"] is not None:
         parts.append(f"val {record['val_accuracy']:.2%}")
@@ -97,3 +97,16 @@ def bar(label: str, total: int, quiet: bool) -> Iterator[Callable[[int], None]]:
     with Bar(console=Console(stderr=True), transient=True) as shown:
         task = shown.add_task(label, total=total)
         yield lambda n: shown.advance(task, n)
+
+
+def clock(seconds: float) -> str:
+    """12 s, 3:20 min, 2:05 h, 3.4 days"""
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    if seconds < 3600:
+        return f"{seconds // 60:.0f}:{seconds % 60:02.0f} min"
+    return (
+        f"{seconds // 3600:.0f}:{seconds % 3600 // 60:02.0f} h"
+        if seconds < 48 * 3600
+        else f"{seconds / 86400:.1f} days"
+    )

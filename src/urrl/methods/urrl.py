@@ -28,6 +28,7 @@ from urrl.labels import Rows, row_blocks, weighted_rows
 from urrl.likelihood import log_given
 from urrl.methods.base import Batch, Method, Step
 from urrl.nets import Network, Out
+from urrl.theory import em_figures
 from urrl.warmstart import ballot, principal_components, raw_features
 
 
@@ -105,7 +106,7 @@ class URRL(Method):
                 self._follow(lambda r: (out.logits[r].softmax(1) * vote.on(r)).sqrt(), vote.mu, epoch)
             self.z.copy_(prototypes(out.q, self.l))
         now = sum(int((self.added[rows] == epoch).sum()) for rows in row_blocks(self.added))
-        return {"corrected_now": now}
+        return {"corrected_now": now, **em_figures(out, self.S, self.l, self.z, c.tau)}
 
     def _sets(self) -> Tensor | Rows:
         """S as it was given."""
