@@ -110,10 +110,8 @@ class _Batches(torch.utils.data.Dataset):
 
 def _image(encoded: bytes | Path, name: str, size: tuple[int, int, int]) -> np.ndarray:
     """(ch, H, W) uint8."""
-    try:
-        from PIL import Image, ImageOps
-    except ImportError:
-        raise UserError("images in files need pillow: pip install 'urrl[images]'") from None
+    from PIL import Image, ImageOps
+
     channels, height, width = size
     try:
         with Image.open(io.BytesIO(encoded) if isinstance(encoded, bytes) else encoded) as image:
@@ -184,10 +182,8 @@ def from_parquet(shards: Sequence[Path], column: str, size: tuple[int, int, int]
 
 
 def _parquet() -> Any:
-    try:
-        import pyarrow.parquet
-    except ImportError:
-        raise UserError("parquet files need pyarrow: pip install 'urrl[parquet]'") from None
+    import pyarrow.parquet  # half a second
+
     return pyarrow.parquet
 
 
