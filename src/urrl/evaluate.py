@@ -25,7 +25,7 @@ def infer(net: Network, x: Items, policy: AnyPolicy, flip: bool = False, batch: 
     net.eval()
     device = next(net.parameters()).device
     outs = []
-    starts = range(0, len(x), batch * distributed.world())
+    starts = range(0, max(1, len(x)), batch * distributed.world())
     sizes = [min(batch * distributed.world(), len(x) - start) for start in starts]
     own = [distributed.share(size) for size in sizes]
     wanted = [slice(start + rows.start, start + rows.stop) for start, rows in zip(starts, own)]
