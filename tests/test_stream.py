@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from tests import processes
-from tests.runs import assert_same, outcome, without
+from tests.runs import assert_same, call, outcome, without
 from urrl.candidates import generate
 from urrl.data import load
 from urrl.data.own import from_arrays, own_policy
@@ -81,6 +81,7 @@ def test_rows_are_those_of_a_tensor(kind, digits, tmp_path):
     for got, expected in zip(rows_of(streamed, wanted), rows_of(x, wanted), strict=True):
         assert got.dtype == torch.uint8 and torch.equal(got, expected)
     assert torch.equal(torch.get_rng_state(), before)  # the loop's draws do not depend on where the images are
+    assert torch.equal(streamed[11], x[11])
     part = streamed[order[:20]]
     assert torch.equal(next(part.batches([slice(3, 9)])), x[order[:20]][3:9])
     assert torch.equal(streamed.small(), x)  # they are small
@@ -98,7 +99,7 @@ def test_images_are_scaled_and_looked_at_small(tmp_path):
 
 def _learn(x, y, folder):
     data = from_arrays(x, generate(y, 10, 0.2, 0.1).mask, range(10), y, augment="digits")
-    settings = {"epochs": 2, "width": 2, "batch_size": 20, "sync_bn": True, "start": "vote"}
+    settings = {"epochs": 2, "width": 2, "batch_size": 20, "lr": 0.02, "sync_bn": True, "start": "vote"}
     run, splits, sets = make_own_run(data, "urrl", settings, seed=0)
     train(run, data, splits, sets, folder, device="cpu")
 
@@ -137,3 +138,23 @@ def test_bad_files_are_named(digits, tmp_path):
             read([tmp_path / "gone"], SIZE)
     with pytest.raises(UserError, match="no images"):
         from_files([], SIZE)
+
+
+def test_command_line(digits, tmp_path):
+    x, y = digits
+    (tmp_path / "images").mkdir()
+    paths = write_files(x, tmp_path / "images")
+    rows = [f"{path.name},{label}|{(label + 1) % 10}" for path, label in zip(paths, y.tolist())]
+    (tmp_path / "labels.csv").write_text("\n".join(["item,candidates", *rows]) + "\n")
+    arguments = ["train", "--images", tmp_path / "images", "--candidates", tmp_path / "labels.csv", "--quiet"]
+    arguments += ["--epochs", 1, "--set", "width=2", "--threads", 1]
+    for name, stream in (("memory", []), ("disk", ["--stream"])):
+        done = call(*arguments, *stream, "--out", tmp_path / name)
+        assert done.code == 0, done.err
+    memory, disk = outcome(tmp_path / "memory"), outcome(tmp_path / "disk")
+    for run in (memory, disk):
+        run.pop("config")
+    assert_same(memory, disk)
+    paths[3].write_bytes(b"no image")
+    done = call(*arguments, "--stream", "--out", tmp_path / "bad")
+    assert done.code == 2 and done.err.count("\n") == 1 and f"{paths[3].name}: not an image" in done.err

@@ -118,6 +118,9 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("--npz", type=Path, metavar="FILE", help="instead of --dataset: an .npz with x and candidates")
     sub.add_argument("--classes", metavar="A,B,C", help="of your own data: all classes (default: those that occur)")
     sub.add_argument("--skip-bad", action="store_true", help="of your own data: leave bad rows out and list them")
+    sub.add_argument(
+        "--stream", action="store_true", help="of --images: more than fit into memory, read while training"
+    )
     sub.add_argument("--method", default="urrl", metavar="NAME", help="see `urrl methods` (default urrl)")
     sub.add_argument("--recipe", default="fast", metavar="NAME", help="fast (default) or paper; see `urrl recipes`")
     sub.add_argument("--epochs", type=int, metavar="N", help="instead of the recipe's")
@@ -215,6 +218,8 @@ def main() -> int:
             if parsed.command is None:
                 parser().print_help()
                 return 0
+            if parsed.command != "train" and "TORCHELASTIC_RUN_ID" in os.environ:
+                raise UserError(f"torchrun starts `urrl train` alone, not `urrl {parsed.command}`")
             parsed.run(parsed)
             return 0
     except UserError as error:
@@ -301,7 +306,7 @@ def _train(args: argparse.Namespace) -> None:
 
 _TAKES = {  # where the data comes from, and which other options go with it
     "dataset": ("eta", "mu", "convention", "split", "subset", "data_dir", "candidates"),
-    "images": ("candidates", "classes", "skip_bad"),
+    "images": ("candidates", "classes", "skip_bad", "stream"),
     "table": ("features", "candidates", "classes", "skip_bad"),
     "npz": ("classes", "skip_bad"),
 }

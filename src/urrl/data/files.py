@@ -15,8 +15,9 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from urrl.data.own import as_items, from_arrays, open_image, own_size, stack_images
+from urrl.data.own import as_items, from_arrays, own_shape, own_size, stack_images
 from urrl.data.readers import Dataset
+from urrl.data.stream import from_files, open_image
 from urrl.errors import UserError
 from urrl.files import UNREADABLE
 from urrl.parse import from_annotations, parse_candidates
@@ -48,7 +49,8 @@ class Rows(NamedTuple):
 
 def load_source(source: dict[str, Any]) -> Loaded:
     """What a run on files learns from: {"images": folder, "candidates": table}, {"table": file, "features": patterns or
-    names, "candidates": column} or {"npz": file}; "classes": all that there may be; "skip_bad": without bad rows."""
+    names, "candidates": column} or {"npz": file}; "classes": all that there may be; "skip_bad": without bad rows;
+    "stream": images stay in their files."""
     skipped: list[str] = []
     note = skipped if source.get("skip_bad") else None
     features, classes = None, source.get("classes")
@@ -61,7 +63,11 @@ def load_source(source: dict[str, Any]) -> Loaded:
     rows = rows.keep(_first_of_each(rows, note))
     good, S, names = _sets(rows, classes, note)
     rows = rows.keep(good)
-    good, x = _read_images(rows, note) if rows.x.dtype == object else _finite(rows, features, note)
+    x: Any
+    if source.get("stream"):
+        good, x = np.ones(len(rows.x), dtype=bool), from_files(rows.x.tolist(), own_shape(rows.x))
+    else:
+        good, x = _read_images(rows, note) if rows.x.dtype == object else _finite(rows, features, note)
     if not good.any():
         raise UserError(f"there is no item to learn from ({len(skipped)} rows were bad)")
     return Loaded(from_arrays(x, S[torch.from_numpy(good)], names), rows.items[good].tolist(), features, skipped)

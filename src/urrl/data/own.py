@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 from collections.abc import Iterable, Sequence
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from urrl.data.augment import AnyPolicy, Features, Policy
 from urrl.data.readers import Dataset
-from urrl.data.stream import Items, Streamed
+from urrl.data.stream import Items, Streamed, open_image
 from urrl.errors import UserError
 
 if TYPE_CHECKING:
@@ -112,21 +113,16 @@ def own_size(paths: Iterable[Path]) -> tuple[int, int]:
     return own if min(own) >= 8 and max(own) <= 2 * SIDE else (SIDE, SIDE)
 
 
-def open_image(path: Path, size: tuple[int, int]) -> Image.Image:
-    """A grey or RGB image, upright, scaled until it covers the size (width, height) and cropped in the middle."""
-    from PIL import Image, ImageOps
+def own_shape(paths: Iterable[Path]) -> tuple[int, int, int]:
+    """(ch, H, W) for images that are not read yet: colour where one of them has it."""
+    from PIL import Image
 
-    try:
-        with Image.open(path) as image:
-            upright = ImageOps.exif_transpose(image)
-            if upright.mode.startswith("I;16"):
-                upright = Image.fromarray((np.asarray(upright) >> 8).astype(np.uint8))
-            grey = upright.mode in ("1", "L")
-            return ImageOps.fit(upright.convert("L" if grey else "RGB"), size)
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file") from None
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise UserError(f"{path}: not an image that can be read ({error})") from None
+    width, height = own_size(paths)
+    for path in paths:
+        with contextlib.suppress(OSError, ValueError, SyntaxError, Image.DecompressionBombError), Image.open(path) as i:
+            if not (i.mode in ("1", "L") or i.mode.startswith("I;16")):
+                return 3, height, width
+    return 1, height, width
 
 
 def stack_images(images: Sequence[Image.Image]) -> np.ndarray:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import io
+import os
 import tarfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 import torch
@@ -21,6 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from urrl.errors import UserError
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 SMALL = 32  # side of the copies that are looked at as a whole, in pixels
 CPU = torch.device("cpu")
@@ -37,13 +41,21 @@ class Streamed:
     names: Sequence[str]  # of all, for messages
     place: Tensor  # (n,) those that this is
     size: tuple[int, int, int]  # ch, H, W: images are scaled to it and cropped in the middle
-    workers: int = 2
+    workers: int  # processes that read and decode; 0: none but this
     device: torch.device = CPU
 
     def __len__(self) -> int:
         return len(self.place)
 
-    def __getitem__(self, rows: Rows) -> Streamed:
+    @overload
+    def __getitem__(self, rows: int) -> Tensor: ...
+
+    @overload
+    def __getitem__(self, rows: Rows) -> Streamed: ...
+
+    def __getitem__(self, rows: int | Rows) -> Tensor | Streamed:
+        if isinstance(rows, int):
+            return self.decode(slice(rows, rows + 1))[0]
         return dataclasses.replace(self, place=self.place[rows])
 
     @property
@@ -57,7 +69,7 @@ class Streamed:
         return dataclasses.replace(self, device=device)
 
     def decode(self, rows: Rows) -> Tensor:
-        images = [_image(self.read(i), self.names[i], self.size) for i in self.place[rows].tolist()]
+        images = [_pixels(self.read(i), self.names[i], self.size) for i in self.place[rows].tolist()]
         return torch.from_numpy(np.stack(images)) if images else torch.empty((0, *self.size), dtype=torch.uint8)
 
     def batches(self, wanted: Sequence[Rows], shrink: int = 0) -> Iterator[Tensor]:
@@ -108,31 +120,39 @@ class _Batches(torch.utils.data.Dataset):
         return F.interpolate(images.float(), scale_factor=scale, mode="area").round().to(torch.uint8)
 
 
-def _image(encoded: bytes | Path, name: str, size: tuple[int, int, int]) -> np.ndarray:
-    """(ch, H, W) uint8."""
+def open_image(source: Path | bytes, size: tuple[int, int], name: object = None) -> Image.Image:
+    """A grey or RGB image, upright, scaled until it covers the size (width, height) and cropped in the middle."""
     from PIL import Image, ImageOps
 
-    channels, height, width = size
     try:
-        with Image.open(io.BytesIO(encoded) if isinstance(encoded, bytes) else encoded) as image:
-            upright = ImageOps.exif_transpose(image).convert("L" if channels == 1 else "RGB")
-            pixels = np.asarray(upright if upright.size == (width, height) else ImageOps.fit(upright, (width, height)))
+        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
+            upright = ImageOps.exif_transpose(image)
+            if upright.mode.startswith("I;16"):
+                upright = Image.fromarray((np.asarray(upright) >> 8).astype(np.uint8))
+            grey = upright.mode in ("1", "L")
+            return ImageOps.fit(upright.convert("L" if grey else "RGB"), size)
     except FileNotFoundError:
-        raise UserError(f"{name}: no such file") from None
+        raise UserError(f"{name or source}: no such file") from None
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise UserError(f"{name}: not an image that can be read ({error})") from None
-    return pixels[None] if channels == 1 else np.ascontiguousarray(pixels.transpose(2, 0, 1))
+        raise UserError(f"{name or source}: not an image that can be read ({error})") from None
+
+
+def _pixels(source: Path | bytes, name: str, size: tuple[int, int, int]) -> np.ndarray:
+    """(ch, H, W) uint8."""
+    channels, height, width = size
+    image = open_image(source, (width, height), name).convert("L" if channels == 1 else "RGB")
+    return np.asarray(image).reshape(height, width, channels).transpose(2, 0, 1)
 
 
 # ---- where images are --------------------------------------------------------------------------------------
 
 
-def from_files(paths: Sequence[Path], size: tuple[int, int, int], workers: int = 2) -> Streamed:
+def from_files(paths: Sequence[Path], size: tuple[int, int, int], workers: int | None = None) -> Streamed:
     return _streamed(list(paths).__getitem__, [str(path) for path in paths], size, workers)
 
 
 def from_tar(shards: Sequence[Path], size: tuple[int, int, int], suffixes: Sequence[str] = (".jpg", ".jpeg", ".png"),
-             workers: int = 2) -> Streamed:  # fmt: skip
+             workers: int | None = None) -> Streamed:  # fmt: skip
     """Every member with one of the suffixes, shard by shard, as `shard.tar/member`. A look at the headers tells where
     each one begins; it is read from there."""
     names, where = [], []
@@ -157,10 +177,13 @@ def _read_part(shards: list[Path], where: np.ndarray, item: int) -> bytes:
         return file.read(length)
 
 
-def from_parquet(shards: Sequence[Path], column: str, size: tuple[int, int, int], workers: int = 2) -> Streamed:
+def from_parquet(
+    shards: Sequence[Path], column: str, size: tuple[int, int, int], workers: int | None = None
+) -> Streamed:
     """The rows of a column of encoded images, or of {bytes, path} as Hugging Face keeps them, as `x.parquet, row N`. A
     row is read with its row group: shards for streaming have small ones, about a hundred rows."""
-    parquet = _parquet()
+    import pyarrow.parquet as parquet
+
     names: list[str] = []
     groups = []  # shard, group, first row of all
     for number, shard in enumerate(shards):
@@ -181,12 +204,6 @@ def from_parquet(shards: Sequence[Path], column: str, size: tuple[int, int, int]
     return _streamed(read, names, size, workers)
 
 
-def _parquet() -> Any:
-    import pyarrow.parquet  # half a second
-
-    return pyarrow.parquet
-
-
 def _read_row(shards: list[Path], column: str, groups: np.ndarray, item: int) -> bytes:
     number = int(np.searchsorted(groups[:, 2], item, side="right")) - 1
     shard, group, first = groups[number].tolist()
@@ -196,12 +213,16 @@ def _read_row(shards: list[Path], column: str, groups: np.ndarray, item: int) ->
 
 @functools.lru_cache(maxsize=64)
 def _read_group(shard: Path, group: int, column: str) -> Any:
-    return _parquet().ParquetFile(shard).read_row_group(group, columns=[column]).column(0)
+    import pyarrow.parquet as parquet
+
+    return parquet.ParquetFile(shard).read_row_group(group, columns=[column]).column(0)
 
 
 def _streamed(
-    read: Callable[[int], bytes | Path], names: list[str], size: tuple[int, int, int], workers: int
+    read: Callable[[int], bytes | Path], names: list[str], size: tuple[int, int, int], workers: int | None
 ) -> Streamed:
     if not names:
         raise UserError("there are no images")
+    if workers is None:  # a process's share of the cores, without its own, up to 8
+        workers = min(8, max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)) - 1))
     return Streamed(read, names, torch.arange(len(names)), size, workers)
