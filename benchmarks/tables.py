@@ -5,8 +5,8 @@
 Digits as 64 features with sets drawn at eta = 0.3, and the real sets lost, msrcv2 and birdsong; each as it is and with
 mu = 0.3 injected (digits: the paper's convention; the others: the true label swapped for a non-candidate). Five folds;
 test accuracy. Two models of scikit-learn that most people would try, trained on a random candidate of each set, or on
-all candidates with weights 1/|S|. `clean` is the same model on the true labels, which nobody has. A cell is done once it
-is in the file; an interrupted run goes on. One thread; seconds are CPU time.
+all candidates with weights 1/|S|. `clean` is the same model on the true labels, which nobody has. A cell is done once
+it is in the file; an interrupted run goes on. One thread; seconds are CPU time.
 """
 
 from __future__ import annotations

@@ -188,15 +188,17 @@ def prototypes(q: Tensor, l: Tensor | Rows) -> Tensor:
 
 
 def class_thresholds(p: Tensor, S: Tensor | Rows) -> Tensor:
-    """(C,): the mean confidence in each class over the items that are given it by argmax p and have it in S, at least
-    1/2. A label enters another item where p is surer of it than of the items that have it already."""
-    total, count = torch.zeros(2, p.shape[1], device=p.device)
+    """(C,): one standard deviation below the mean confidence in each class, over the items that are given it by argmax p
+    and have it in S; at least 1/2. A label enters another item where p is about as sure of it as there."""
+    count, total, square = torch.zeros(3, p.shape[1], device=p.device)
     for rows in row_blocks(S):
         best, label = p[rows].max(1)
         there = S[rows].gather(1, label[:, None]).squeeze(1)
-        total.index_add_(0, label[there], best[there])
-        count.index_add_(0, label[there], torch.ones_like(best[there]))
-    return (total / count.clamp_min(1)).clamp_min(0.5)
+        for power, sums in enumerate((count, total, square)):
+            sums.index_add_(0, label[there], best[there] ** power)
+    mean = total / count.clamp_min(1)
+    deviation = (square / count.clamp_min(1) - mean**2).clamp_min(0).sqrt()
+    return (mean - deviation).clamp_min(0.5)
 
 
 def corrections(f: Tensor, q: Tensor, l: Tensor | Rows, S: Tensor | Rows, k: int, tau: float, phi: float | Tensor
