@@ -188,8 +188,8 @@ def prototypes(q: Tensor, l: Tensor | Rows) -> Tensor:
 
 
 def class_thresholds(p: Tensor, S: Tensor | Rows) -> Tensor:
-    """(C,): one standard deviation below the mean confidence in each class, over the items that are given it by argmax p
-    and have it in S; at least 1/2. A label enters another item where p is about as sure of it as there."""
+    """(C,): one standard deviation below the mean confidence in each class, over the items whose argmax of p it is and
+    that have it in S; at least 1/2. A label enters another item where p is about as sure of it as there."""
     count, total, square = torch.zeros(3, p.shape[1], device=p.device)
     for rows in row_blocks(S):
         best, label = p[rows].max(1)
