@@ -25,7 +25,7 @@ from urrl.functional import renormalise_on
 from urrl.labels import row_blocks
 from urrl.likelihood import estimate_mu, log_given
 from urrl.methods import Method
-from urrl.methods.urrl import URRL, class_thresholds
+from urrl.methods.urrl import URRL
 from urrl.nets import Network, Out
 from urrl.noise import noise_by_vote
 from urrl.parse import parse_candidates
@@ -189,8 +189,8 @@ class PartialLabelClassifier(ClassNamePrefixFeaturesOutMixin, TransformerMixin, 
 class URRLClassifier(PartialLabelClassifier):
     """URRL: learns from candidate labels that may all be wrong, and says which were.
 
-    phi   a label outside a set enters it where its share of the vote exceeds this; "auto": a threshold for each class,
-          which follows the confidence
+    phi   a label outside a set enters it where its share of the vote exceeds this; "auto": where it is likelier than
+          all others together
 
     Everything else as in PartialLabelClassifier.
     """
@@ -237,8 +237,7 @@ def _about_labels(method: Method, dataset: Dataset, splits: Splits, f: Tensor, e
         mu = float(method.mu) if method.mu >= 0 else estimate_mu(f, S[held])
         f = (f.clamp_min(1e-8).log() + log_given(S[held], mu)).softmax(1)
         best, label = f.max(1)
-        phi = class_thresholds(f, S[held])[label] if method.config.adapt else method.config.phi
-        enters = (best > phi) & ~S[held, label]
+        enters = (best > (0.5 if method.config.adapt else method.config.phi)) & ~S[held, label]
         S[held[enters], label[enters]] = True
         added[held[enters], label[enters]] = epoch
     if len(held):

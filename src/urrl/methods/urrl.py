@@ -39,7 +39,9 @@ class URRLConfig:
     tau: float = option(0.3, "temperature of the prototypes and of the KNN weights", 1e-4)
     k: int = option(200, "neighbours K that vote in the correction", 1)
     phi: float = option(0.7, "a label outside S enters it where its share of the vote exceeds this", 0, 1)
-    adapt: bool = option(False, "in place of phi, a threshold for each class that follows the confidence")
+    adapt: bool = option(
+        False, "phi needs no choice: 1/2 where sets vote, else a threshold for each class after the confidence"
+    )
     alpha: float = option(8.0, "mixup draws lambda from Beta(alpha, alpha); 0 = no mixing", 0)
     ramp_epochs: int = option(0, "epochs over which w_m and w_cr grow from zero; 0 = none", 0)
     correct_from_epoch: int = option(0, "first epoch (from 0) that begins with a correction of S", 0)
@@ -123,8 +125,8 @@ class URRL(Method):
             p = (share(rows).clamp_min(1e-8).log() + log_given(self.given(rows), mu)).softmax(1)
             if c.use_correction and epoch >= c.correct_from_epoch:
                 best, label = p.max(1)
-                phi = class_thresholds(p, self.S[rows])[label] if c.adapt else c.phi
-                enters = (best > phi) & ~self.S[rows].gather(1, label[:, None]).squeeze(1)
+                # p is a probability: a label with more than half of it is likelier than all others together
+                enters = (best > (0.5 if c.adapt else c.phi)) & ~self.S[rows].gather(1, label[:, None]).squeeze(1)
                 self.enter(rows[enters], label[enters], best[enters], epoch)
             self.l[rows] = renormalise_on(self.S[rows], p)
 
