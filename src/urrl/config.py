@@ -165,13 +165,15 @@ RECIPES = {"paper": _paper, "fast": _fast}
 def by_size(n: int, shape: tuple[int, ...], method: str) -> dict[str, Any]:
     """What `fast` becomes for data without settings of its own, from the number and the shape of its items alone."""
     batch = 2 ** min(8, max(4, round(math.log2(n / 16))))
-    steps = 800 if len(shape) == 1 else 1500
-    epochs = min(100, max(20, round(steps * batch / n)))
+    steps = 600 if len(shape) == 1 else 1500
+    epochs = min(100, max(25, round(steps * batch / n)))
     values = dict(epochs=epochs, batch_size=batch, ema=0.98 if n * epochs / batch < 5000 else 0.997, flip_test=False)
     if method == "urrl" and n < 20_000:  # as on digits: mixing keeps the network from learning them by heart
         values |= dict(alpha=1.0)
     if len(shape) == 1:
-        return values | dict(net="mlp", width=256) | (dict(lr=0.05) if method not in _ON_PICO else {})
+        return (
+            values | dict(net="mlp", width=256, weight_decay=5e-3) | (dict(lr=0.05) if method not in _ON_PICO else {})
+        )
     return values | dict(width=16 if shape[1] < 16 else 32)
 
 

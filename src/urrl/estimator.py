@@ -17,7 +17,7 @@ from torch import Tensor
 
 from urrl.candidates import CandidateSets
 from urrl.data import Dataset, Splits
-from urrl.data.augment import AnyPolicy, find_policy
+from urrl.data.augment import AnyPolicy, find_policy, normalise
 from urrl.data.own import as_items, from_arrays
 from urrl.errors import UserError
 from urrl.evaluate import infer, set_scores
@@ -25,9 +25,9 @@ from urrl.functional import renormalise_on
 from urrl.labels import row_blocks
 from urrl.likelihood import estimate_mu, log_given
 from urrl.methods import Method
-from urrl.methods.urrl import URRL, class_thresholds
+from urrl.methods.urrl import URRL
 from urrl.nets import Network, Out
-from urrl.noise import Noise, estimate_noise
+from urrl.noise import noise_by_vote
 from urrl.parse import parse_candidates
 from urrl.progress import Progress
 from urrl.run import build_method, learn, make_own_run, pick_device
@@ -58,8 +58,8 @@ class PartialLabelClassifier(ClassNamePrefixFeaturesOutMixin, TransformerMixin, 
 
     After fit: `classes_`; for each row of X `label_distributions_` (n, C), `candidates_` (n, C) bool, with the labels
     that were added, `transduction_`, its likeliest label; `added_` (n, C), the epoch in which a label was added or -1;
-    `noise_`, how unreliable the sets are, judged by the held-out rows (None without any); `history_`, a record of each
-    epoch; `best_epoch_`; `network_`.
+    `noise_`, how unreliable the sets are, by the votes of neighbours; `history_`, a record of each epoch;
+    `best_epoch_`; `network_`.
     """
 
     def __init__(
@@ -97,12 +97,12 @@ class PartialLabelClassifier(ClassNamePrefixFeaturesOutMixin, TransformerMixin, 
             method = build_method(run, tuple(x.shape[1:]), given, self.device)
             state = learn(method, splits, given, policy, run.training, seed, None, False, Progress(not self.verbose))
             f = infer(method.net, splits.val.x, policy).logits.cpu().softmax(1) if len(splits.val) else torch.empty(0)
+            noise = noise_by_vote(x if x.dim() > 2 else normalise(x, policy), sets.mask)
             l, S, added = _about_labels(method, dataset, splits, f, state.best_epoch)
         self.classes_ = np.asarray(names)
         self.label_distributions_, self.candidates_, self.added_ = l.numpy(), S.numpy(), added.numpy()
         self.transduction_ = self.classes_[self.label_distributions_.argmax(1)]
-        held = sets.mask[splits.val.index]
-        self.noise_ = estimate_noise(f, held) if int((~held.all(1)).sum()) >= 2 else None
+        self.noise_ = noise
         self.history_, self.best_epoch_ = state.history, state.best_epoch
         self.network_: Network = method.net.cpu()
         self.policy_ = policy
@@ -129,11 +129,6 @@ class PartialLabelClassifier(ClassNamePrefixFeaturesOutMixin, TransformerMixin, 
         f, S = self._scored(X, y)
         covered = S[np.arange(len(S)), f.argmax(1)].numpy()
         return float(np.average(covered, weights=sample_weight))
-
-    def estimate_noise(self, X: Any, y: Any) -> Noise:
-        """How unreliable the candidate sets y are, by predictions that have not seen them: X and y are other rows than
-        those of fit."""
-        return estimate_noise(*self._scored(X, y))
 
     def label_issues(self, X: Any, items: Sequence[Any] | None = None) -> pd.DataFrame:
         """A frame of the items that the classifier was fitted on, given again as X, worst first: which candidate sets
@@ -208,8 +203,8 @@ class PartialLabelClassifier(ClassNamePrefixFeaturesOutMixin, TransformerMixin, 
 class URRLClassifier(PartialLabelClassifier):
     """URRL: learns from candidate labels that may all be wrong, and says which were.
 
-    phi   a label outside a set enters it where its share of the vote exceeds this; "auto": a threshold for each class,
-          which follows the confidence
+    phi   a label outside a set enters it where its share of the vote exceeds this; "auto": where it is likelier than
+          all others together
 
     Everything else as in PartialLabelClassifier.
     """
@@ -256,8 +251,7 @@ def _about_labels(method: Method, dataset: Dataset, splits: Splits, f: Tensor, e
         mu = float(method.mu) if method.mu >= 0 else estimate_mu(f, S[held])
         f = (f.clamp_min(1e-8).log() + log_given(S[held], mu)).softmax(1)
         best, label = f.max(1)
-        phi = class_thresholds(f, S[held])[label] if method.config.adapt else method.config.phi
-        enters = (best > phi) & ~S[held, label]
+        enters = (best > (0.5 if method.config.adapt else method.config.phi)) & ~S[held, label]
         S[held[enters], label[enters]] = True
         added[held[enters], label[enters]] = epoch
     if len(held):

@@ -17,6 +17,7 @@ from torch import Tensor
 from urrl.errors import UserError
 from urrl.likelihood import set_log_likelihood_of
 from urrl.seeding import generator
+from urrl.warmstart import ballot, raw_features
 
 MU = torch.linspace(0.001, 0.95, 96)[:, None]
 TEMPERATURES = (0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0)
@@ -52,6 +53,14 @@ def estimate_noise(f: Tensor, S: Tensor, level: float = 0.9, seed: int = 0) -> N
     mu = MU[likelihood.amax(0).argmax(1), 0]
     eta = torch.tensor([_truncated_rate(float(m), C - 1) for m in weights @ (S.sum(1) - 1.0) / weights.sum(1)])
     return Noise(_estimate(mu * (1 - eta), level), _estimate(mu, level), _estimate(eta, level), n)
+
+
+def noise_by_vote(x: Tensor, S: Tensor) -> Noise | None:
+    """The same for items x and their sets alone: the predictions are the votes of each item's neighbours, which leave
+    its own set out. None where fewer than two sets say anything."""
+    if int((~S.all(1)).sum()) < 2:
+        return None
+    return estimate_noise(ballot(raw_features(x), S).on(torch.arange(len(S), device=S.device)), S)
 
 
 def _tempered(f: Tensor, temperature: float) -> Tensor:

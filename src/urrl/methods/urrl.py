@@ -39,7 +39,9 @@ class URRLConfig:
     tau: float = option(0.3, "temperature of the prototypes and of the KNN weights", 1e-4)
     k: int = option(200, "neighbours K that vote in the correction", 1)
     phi: float = option(0.7, "a label outside S enters it where its share of the vote exceeds this", 0, 1)
-    adapt: bool = option(False, "in place of phi, a threshold for each class that follows the confidence")
+    adapt: bool = option(
+        False, "phi needs no choice: 1/2 where sets vote, else a threshold for each class after the confidence"
+    )
     alpha: float = option(8.0, "mixup draws lambda from Beta(alpha, alpha); 0 = no mixing", 0)
     ramp_epochs: int = option(0, "epochs over which w_m and w_cr grow from zero; 0 = none", 0)
     correct_from_epoch: int = option(0, "first epoch (from 0) that begins with a correction of S", 0)
@@ -123,8 +125,8 @@ class URRL(Method):
             p = (share(rows).clamp_min(1e-8).log() + log_given(self.given(rows), mu)).softmax(1)
             if c.use_correction and epoch >= c.correct_from_epoch:
                 best, label = p.max(1)
-                phi = class_thresholds(p, self.S[rows])[label] if c.adapt else c.phi
-                enters = (best > phi) & ~self.S[rows].gather(1, label[:, None]).squeeze(1)
+                # p is a probability: a label with more than half of it is likelier than all others together
+                enters = (best > (0.5 if c.adapt else c.phi)) & ~self.S[rows].gather(1, label[:, None]).squeeze(1)
                 self.enter(rows[enters], label[enters], best[enters], epoch)
             self.l[rows] = renormalise_on(self.S[rows], p)
 
@@ -188,15 +190,17 @@ def prototypes(q: Tensor, l: Tensor | Rows) -> Tensor:
 
 
 def class_thresholds(p: Tensor, S: Tensor | Rows) -> Tensor:
-    """(C,): the mean confidence in each class over the items that are given it by argmax p and have it in S, at least
-    1/2. A label enters another item where p is surer of it than of the items that have it already."""
-    total, count = torch.zeros(2, p.shape[1], device=p.device)
+    """(C,): one standard deviation below the mean confidence in each class, over the items whose argmax of p it is and
+    that have it in S; at least 1/2. A label enters another item where p is about as sure of it as there."""
+    count, total, square = torch.zeros(3, p.shape[1], device=p.device)
     for rows in row_blocks(S):
         best, label = p[rows].max(1)
         there = S[rows].gather(1, label[:, None]).squeeze(1)
-        total.index_add_(0, label[there], best[there])
-        count.index_add_(0, label[there], torch.ones_like(best[there]))
-    return (total / count.clamp_min(1)).clamp_min(0.5)
+        for power, sums in enumerate((count, total, square)):
+            sums.index_add_(0, label[there], best[there] ** power)
+    mean = total / count.clamp_min(1)
+    deviation = (square / count.clamp_min(1) - mean**2).clamp_min(0).sqrt()
+    return (mean - deviation).clamp_min(0.5)
 
 
 def corrections(f: Tensor, q: Tensor, l: Tensor | Rows, S: Tensor | Rows, k: int, tau: float, phi: float | Tensor
