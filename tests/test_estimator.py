@@ -99,6 +99,19 @@ def test_scores_of_candidates(fitted):
     assert candidate_score(fitted, x, rows) > candidate_score(fitted, shuffled, rows)
 
 
+def test_label_issues(fitted):
+    x, rows, y = blobs()
+    names = [f"row {i}" for i in range(len(x))]
+    issues = fitted.label_issues(x, names)
+    assert sorted(issues["item"]) == sorted(names) and issues["evidence"].is_monotonic_decreasing
+    assert [set(given) for given in issues["given"].sort_index()] == [set(row) for row in rows]
+    missing = np.array([name not in row for name, row in zip(y, rows)])
+    worst = issues.index[: missing.sum() // 2]
+    assert missing[worst].mean() > 0.8 and (issues["suggested"][worst] == y[worst]).mean() > 0.8
+    with pytest.raises(UserError, match="fitted on 240"):
+        fitted.label_issues(x[:-1])
+
+
 def test_pipeline_search_cross_validation_and_joblib(fitted, tmp_path):
     x, rows, _ = blobs(120)
     pipe = make_pipeline(StandardScaler(), URRLClassifier(epochs=4, random_state=0))
@@ -140,6 +153,8 @@ def test_images_paths_and_frames(tmp_path):
         Image.fromarray(image).save(path)
     from_files = URRLClassifier(epochs=1, width=2, random_state=0).fit(paths, digits.target[:12])
     assert from_files.predict([str(path) for path in paths]).shape == (12,)
+    Image.fromarray(images[0]).resize((50, 40)).save(paths[0])  # of another size than those it was fitted on
+    assert from_files.predict([paths[0]]).shape == (1,)
     with pytest.raises(UserError, match=r"takes items of \(1, 8, 8\), these are \(1, 9, 9\)"):
         clf.predict(np.zeros((2, 9, 9), np.uint8))
     frame = pd.DataFrame(digits.data[:90], columns=[f"pixel {i}" for i in range(64)])

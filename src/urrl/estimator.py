@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -31,6 +31,9 @@ from urrl.noise import Noise, estimate_noise
 from urrl.parse import parse_candidates
 from urrl.progress import Progress
 from urrl.run import build_method, learn, make_own_run, pick_device
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 class PartialLabelClassifier(ClassNamePrefixFeaturesOutMixin, TransformerMixin, ClassifierMixin, BaseEstimator):
@@ -132,6 +135,17 @@ class PartialLabelClassifier(ClassNamePrefixFeaturesOutMixin, TransformerMixin, 
         those of fit."""
         return estimate_noise(*self._scored(X, y))
 
+    def label_issues(self, X: Any, items: Sequence[Any] | None = None) -> pd.DataFrame:
+        """A frame of the items that the classifier was fitted on, given again as X, worst first: which candidate sets
+        probably miss the true label, and which it is. `items` are their names. See `urrl.audit.label_issues`."""
+        from urrl.audit import label_issues
+
+        out = self._infer(X)
+        if len(out.logits) != len(self.candidates_):
+            raise UserError(f"{len(out.logits)} items, but the classifier was fitted on {len(self.candidates_)}")
+        l, S, added = (torch.from_numpy(a) for a in (self.label_distributions_, self.candidates_, self.added_))
+        return label_issues(out, l, S & (added < 0), self.classes_.tolist(), items, added)
+
     def _scored(self, X: Any, y: Any) -> tuple[Tensor, Tensor]:
         """(predictions, candidate sets), (n, C) each; a candidate that the classifier does not know is no column."""
         f = self._infer(X).logits.softmax(1)
@@ -155,7 +169,7 @@ class PartialLabelClassifier(ClassNamePrefixFeaturesOutMixin, TransformerMixin, 
                 self, X, reset=fitting, dtype=(np.float64, np.float32), ensure_all_finite=False,
                 ensure_min_samples=2 if fitting else 1,
             )  # fmt: skip
-        x = as_items(X)
+        x = as_items(X, None if fitting or len(self.shape_) == 1 else (self.shape_[2], self.shape_[1]))
         if images and fitting:
             self.n_features_in_ = int(np.prod(x.shape[1:]))
         if not fitting and tuple(x.shape[1:]) != self.shape_:
