@@ -141,17 +141,6 @@ class PartialLabelClassifier(ClassNamePrefixFeaturesOutMixin, TransformerMixin, 
         l, S, added = (torch.from_numpy(a) for a in (self.label_distributions_, self.candidates_, self.added_))
         return label_issues(out, l, S & (added < 0), self.classes_.tolist(), items, added)
 
-    def label_issues(self, X: Any, items: Sequence[Any] | None = None) -> pd.DataFrame:
-        """A frame of the items that the classifier was fitted on, given again as X, worst first: which candidate sets
-        probably miss the true label, and which it is. `items` are their names. See `urrl.audit.label_issues`."""
-        from urrl.audit import label_issues
-
-        out = self._infer(X)
-        if len(out.logits) != len(self.candidates_):
-            raise UserError(f"{len(out.logits)} items, but the classifier was fitted on {len(self.candidates_)}")
-        l, S, added = (torch.from_numpy(a) for a in (self.label_distributions_, self.candidates_, self.added_))
-        return label_issues(out, l, S & (added < 0), self.classes_.tolist(), items, added)
-
     def _scored(self, X: Any, y: Any) -> tuple[Tensor, Tensor]:
         """(predictions, candidate sets), (n, C) each; a candidate that the classifier does not know is no column."""
         f = self._infer(X).logits.softmax(1)
