@@ -135,6 +135,16 @@ def test_lists_multiply_out_and_the_command_line_goes_over_the_file(grid):
     assert {(c.run.eta, c.run.training.lr) for c in cells} == {(0.0, 0.1), (0.0, 0.2), (0.5, 0.1), (0.5, 0.2)}
 
 
+def test_saved_candidate_sets(grid, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert call("generate", "--dataset", "digits", "--eta", 0.4, "--mu", 0.2, "--out", "sets.npz").code == 0
+    (cell,) = read_grid(grid('dataset = "digits"\ncandidates = "sets.npz"'), {})
+    assert (cell.run.eta, cell.run.mu) == (0.4, 0.2) and cell.run.sets_sha256
+    assert cell.arguments["candidates"] == str(tmp_path / "sets.npz")
+    done = bench(grid('dataset = "digits"\ncandidates = "other.npz"'), "--out", tmp_path / "out")
+    assert done.code == 2 and "other.npz: no such file" in done.err
+
+
 def test_the_keys_of_a_file_are_the_options_of_train():
     commands: Any = parser()._subparsers
     options = {action.dest for action in commands._group_actions[0].choices["train"]._actions}
@@ -180,6 +190,9 @@ def test_bad_grids_are_refused_with_the_line_and_nothing_is_written(grid, tmp_pa
         (["nowhere.toml"], "neither a file nor"),
         (["paper:fmnist", "--jobs", "0"], "--jobs"),
         (["paper:fmnist", "--seeds", "0"], "--seeds"),
+        (["paper:fmnist", "--epochs", "0"], "epochs must be"),
+        (["paper:fmnist", "--methods", ""], "method"),
+        (["paper:phi", "--datasets", ""], "data set"),
         (["paper:fmnist", "--methods", "magic"], "magic"),
         (["paper:fmnist", "--engine", "steam"], "local, slurm, ray"),
         (["paper:fmnist", "--recipe", "slow"], "slow"),
@@ -267,7 +280,7 @@ def test_failures_are_kept_and_retried_only_when_asked(grid, tmp_path):
     assert len(errors) == 2 and not any((e.parent / "result.json").exists() for e in errors)
     said = json.loads(errors[0].read_text())
     assert said["error"].startswith("Diverged: ") and "\n" not in said["error"] and said["error"] in first.err
-    assert "Traceback" in Path(said["log"]).read_text()
+    assert "Traceback" in (out / said["log"]).read_text()
 
     second = bench(path, "--out", out)  # left alone
     assert second.code == 1 and "2 done (2 of them before), 2 failed" in second.out

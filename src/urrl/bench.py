@@ -67,13 +67,18 @@ def make_cell(values: dict[str, Any], settings: dict[str, Any], data_dir: Path |
     cell = {key: v[key] for key in ("eta", "mu", "convention", "seed", "subset")}
     arguments = {
         "dataset_name": v["dataset"], "method": method, "recipe": v["recipe"], "settings": settings, **cell,
-        "split_kind": v["split"], "candidates": v["candidates"], "data_dir": data_dir and str(data_dir),
+        "split_kind": v["split"], "candidates": _absolute(v["candidates"]), "data_dir": _absolute(data_dir),
     }  # fmt: skip
     if v["candidates"] is not None or v["dataset"] not in paper.ACCURACY:  # what they are is a part of the config
         return Cell(make_run(**arguments)[0], arguments)
     config = METHODS[method].Config
     cell |= {key: default for key, default in (("eta", 0.3), ("mu", 0.3), ("convention", "paper")) if cell[key] is None}
     return Cell(resolve(v["dataset"], method, v["recipe"], config, settings, split=v["split"], **cell), arguments)
+
+
+def _absolute(path: str | Path | None) -> str | None:
+    """A worker may be in another folder."""
+    return None if path is None else str(Path(path).absolute())
 
 
 def read_grid(grid: str, given: dict[str, list[Any]], data_dir: Path | None = None) -> list[Cell]:
@@ -224,14 +229,14 @@ def bench(args: argparse.Namespace) -> None:
     if args.engine not in ENGINES:
         raise UserError(f"--engine must be one of {', '.join(ENGINES)}, not {args.engine!r}")
     threads = args.threads or max(1, cores // args.jobs)
-    methods = list(METHODS) if args.methods == "all" else args.methods and args.methods.split(",")
-    asked = {
+    methods = list(METHODS) if args.methods == "all" else _names(args.methods)
+    given = {
         "method": methods and [method_name(name) for name in methods],
-        "dataset": args.datasets and args.datasets.split(","), "seed": args.seeds and list(range(args.seeds)),
-        "recipe": args.recipe and [args.recipe], "subset": args.subset and [args.subset],
-        "epochs": args.epochs and [args.epochs],
-    }  # fmt: skip
-    cells = read_grid(args.grid, {key: value for key, value in asked.items() if value}, args.data_dir)
+        "dataset": _names(args.datasets),
+        "seed": args.seeds and list(range(args.seeds)),
+        **{key: None if (v := getattr(args, key)) is None else [v] for key in ("recipe", "subset", "epochs")},
+    }
+    cells = read_grid(args.grid, {key: value for key, value in given.items() if value is not None}, args.data_dir)
     states = {cell.name: state_of(args.out / cell.name) for cell in cells}
     if args.retry_failed:
         states = {name: "begun" if state == "failed" else state for name, state in states.items()}
@@ -251,7 +256,7 @@ def bench(args: argparse.Namespace) -> None:
         (args.out / cell.name / "error.json").unlink(missing_ok=True)
 
     def job(cell: Cell) -> dict[str, Any]:
-        return {"out": str(args.out), "name": cell.name, "arguments": cell.arguments, "threads": threads,
+        return {"out": str(args.out.absolute()), "name": cell.name, "arguments": cell.arguments, "threads": threads,
                 "device": args.device}  # fmt: skip
 
     before = Counter(states.values())
@@ -269,6 +274,10 @@ def bench(args: argparse.Namespace) -> None:
         print("urrl: the grid is not complete: the same command goes on with what was begun, --retry-failed with what "
               "failed", file=sys.stderr)  # fmt: skip
         sys.exit(1)
+
+
+def _names(text: str | None) -> list[str] | None:
+    return None if text is None else text.split(",")
 
 
 def run_cells(cells: list[Cell], out: Path, engine: Engine, jobs: int, view: View, job: Any) -> None:

@@ -37,7 +37,10 @@ def work(job: dict[str, Any]) -> str:
             write_text(log, traceback.format_exc())
             message = " ".join(str(error).split()) or "no message"
             (out / name).mkdir(exist_ok=True)
-            write_json(out / name / "error.json", {"error": f"{type(error).__name__}: {message}", "log": str(log)})
+            write_json(
+                out / name / "error.json",
+                {"error": f"{type(error).__name__}: {message}", "log": str(log.relative_to(out))},
+            )
             return "failed"
         return "done"
 
