@@ -149,8 +149,8 @@ def test_the_keys_of_a_file_are_the_options_of_train():
     commands: Any = parser()._subparsers
     options = {action.dest for action in commands._group_actions[0].choices["train"]._actions}
     machine = {"help", "out", "resume", "data_dir", "device", "threads", "quiet", "tensorboard"}
-    files = {"images", "table", "npz", "features", "classes", "skip_bad", "stream"}  # a grid is of named data sets
-    assert options - machine - files == set(KEYS) | {"settings"}
+    own_data = {"images", "table", "features", "npz", "classes", "skip_bad", "stream"}  # a grid has data sets by name
+    assert options - machine - own_data == set(KEYS) | {"settings"}
 
 
 @pytest.mark.parametrize(
