@@ -192,13 +192,14 @@ def synchronise(module: nn.Module) -> None:
 
 
 class SynchronisedNorm(_BatchNorm):
-    """torch.nn.SyncBatchNorm, which runs on GPUs alone, for any device. A process may have no rows at all."""
+    """torch.nn.SyncBatchNorm, which runs on GPUs alone, for any device. A process may have no rows at all; one process
+    alone takes the same sums."""
 
     def _check_input_dim(self, input: Tensor) -> None:
         pass
 
     def forward(self, input: Tensor) -> Tensor:
-        if not self.training or _world == 1:
+        if not self.training:
             return super().forward(input)
         y, mean, var, n = _Normalise.apply(input, self.weight, self.bias, self.eps)
         assert self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None
@@ -209,14 +210,16 @@ class SynchronisedNorm(_BatchNorm):
 
 
 class _Normalise(torch.autograd.Function):
+    """Sums are taken in double precision, so that they do not depend on which process has which rows."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, ...]:
         dims = [d for d in range(x.dim()) if d != 1]
-        rows = torch.tensor([x.numel() / x.shape[1]], device=x.device)
-        sums = summed(torch.cat([x.sum(dims, dtype=torch.float), rows]))  # (channels + 1,)
-        n = sums[-1]
-        mean = sums[:-1] / n
-        var = summed((x - _wide(mean, x)).square().sum(dims)) / n
+        rows = torch.tensor([x.numel() / x.shape[1]], dtype=torch.double, device=x.device)
+        sums = summed(torch.cat([x.sum(dims, dtype=torch.double), rows]))  # (channels + 1,)
+        n = sums[-1].float()
+        mean = (sums[:-1] / sums[-1]).float()
+        var = (summed((x - _wide(mean, x)).square().sum(dims, dtype=torch.double)) / sums[-1]).float()
         ctx.save_for_backward(x, weight, mean, (var + eps).rsqrt(), n)
         ctx.mark_non_differentiable(mean, var, n)
         return F.batch_norm(x, mean, var, weight, bias, False, 0.0, eps), mean, var, n
@@ -226,12 +229,10 @@ class _Normalise(torch.autograd.Function):
         x, weight, mean, scale, n = ctx.saved_tensors
         dims = [d for d in range(x.dim()) if d != 1]
         normal = (x - _wide(mean, x)) * _wide(scale, x)
-        own = torch.stack(
-            [dy.sum(dims, dtype=torch.float), (dy * normal).sum(dims)]
-        )  # (2, channels), by way of this process's rows
-        by_mean, by_var = summed(own.clone()) / n
+        own = torch.stack([part.sum(dims, dtype=torch.double) for part in (dy, dy * normal)])  # by way of own rows
+        by_mean, by_var = (summed(own.clone()) / n).float()
         dx = _wide(weight * scale, x) * (dy - _wide(by_mean, x) - normal * _wide(by_var, x))
-        return dx, own[1], own[0], None
+        return dx, own[1].float(), own[0].float(), None
 
 
 def _wide(channels: Tensor, x: Tensor) -> Tensor:
