@@ -63,8 +63,9 @@ def job() -> Iterator[None]:
     store, *_ = next(dist.rendezvous("env://", timeout=timeout))
     store = dist.PrefixStore(f"start {restarts()}", store)  # else a job that is started again finds the dead one's keys
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    _call(dist.init_process_group, backend, store=store, rank=_rank, world_size=_world, timeout=timeout)
     try:
+        _call(dist.init_process_group, backend, store=store, rank=_rank, world_size=_world, timeout=timeout)
+        _call(dist.barrier)  # else one that fails at once is gone before the others have met it
         yield
         _call(dist.barrier)  # gloo aborts where one process leaves while another still talks to it
     except (UserError, OSError, Lost) as error:
@@ -74,7 +75,8 @@ def job() -> Iterator[None]:
         raise
     finally:
         _rank, _world = 0, 1
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def _call(collective: Callable[..., Any], *arguments: Any, **options: Any) -> None:
