@@ -48,3 +48,12 @@ def test_half_precision_is_for_gpus(plain, tmp_path, monkeypatch):
     assert done.code == 0
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     assert result["test_accuracy"] == pytest.approx(plain["test_accuracy"], abs=0.1)
+
+
+def test_what_a_method_looks_at_after_a_step_is_counted(tmp_path):
+    flops = {}
+    for method in ("proden", "rc"):  # RC asks the stepped network once more
+        small = ("train", "--dataset", "digits", "--subset", "40", "--epochs", "1", "--set", "width=2", "--quiet")
+        assert call(*small, "--method", method, "--out", tmp_path / method).code == 0
+        flops[method] = json.loads((tmp_path / method / "result.json").read_text())["train_flops"]
+    assert flops["rc"] > 1.1 * flops["proden"]

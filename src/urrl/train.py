@@ -116,14 +116,14 @@ def fit(method: Method, x: Items, policy: AnyPolicy, training: Training, seed: i
                     step = method.loss(batch)
                 optimiser.zero_grad(set_to_none=True)
                 scaler.scale(step.total).backward()
+                distributed.sum_gradients(net)
+                scaler.step(optimiser)
+                scaler.update()
+                if average is not None:
+                    _average(average, net, training.ema, epoch * steps + number)
+                method.refine(batch, step)
             if number == 0:
                 state.flops += round(_operations(counter) * len(x) / len(batch.index))
-            distributed.sum_gradients(net)
-            scaler.step(optimiser)
-            scaler.update()
-            if average is not None:
-                _average(average, net, training.ema, epoch * steps + number)
-            method.refine(batch, step)
             for name, term in {"loss": step.total, **step.terms}.items():
                 sums[name] = sums.get(name, 0) + term.detach() * len(batch.index)
             if (number % 20 == 0 or number == steps - 1) and not math.isfinite(loss := float(sums["loss"])):
