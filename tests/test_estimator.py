@@ -49,7 +49,7 @@ def blobs(n=240, C=3, d=5, eta=0.3, mu=0.2, seed=0):
 @pytest.fixture(scope="module")
 def fitted():
     x, rows, _ = blobs()
-    return URRLClassifier(epochs=12, random_state=0).fit(x, rows)
+    return URRLClassifier(epochs=12, validation_fraction=0.1, random_state=0).fit(x, rows)
 
 
 def test_what_a_fit_leaves(fitted):
@@ -65,7 +65,9 @@ def test_what_a_fit_leaves(fitted):
     assert (given <= S).all() and (l[~S] == 0).all()
     assert ((fitted.added_ >= 0) == (S & ~given)).all() and (S & ~given).any()  # some sets were corrected
     assert [record["epoch"] for record in fitted.history_] == list(range(12))
-    assert fitted.history_[0]["val_accuracy"] is None and 0 <= fitted.best_epoch_ < 12
+    merit = [record["val_likelihood"] for record in fitted.history_]
+    assert merit[fitted.best_epoch_] == max(merit) and fitted.history_[0]["val_accuracy"] is None
+    assert fitted.noise_.rows > 0.9 * len(x) and 0 < fitted.noise_.mu.low < 0.25
 
 
 def test_the_same_seed_gives_the_same_model_and_leaves_torch_alone(fitted):
@@ -87,6 +89,12 @@ def test_every_form_of_candidates_gives_the_same_model(fitted):
     mask = np.array([[name in row for name in fitted.classes_] for row in rows])
     named = clone(fitted).set_params(classes=["cat", "dog", "lynx"]).fit(x, mask)
     assert (named.predict(x) == fitted.predict(x)).all()
+
+
+def test_without_held_out_rows_the_last_epoch_is_taken():
+    x, rows, _ = blobs(60)
+    clf = URRLClassifier(epochs=3, random_state=0).fit(x, rows)
+    assert clf.best_epoch_ == 2 and "val_likelihood" not in clf.history_[0]
 
 
 def test_scores_of_candidates(fitted):

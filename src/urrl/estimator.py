@@ -49,7 +49,8 @@ class PartialLabelClassifier(ClassNamePrefixFeaturesOutMixin, TransformerMixin, 
     classes               names of all classes; None: those that occur in y
     epochs, batch_size, lr, width    of the training
     augment               views of the items: an `urrl.data.augment.Policy` or `Features`; None: chosen from X
-    validation_fraction   share of the rows held out; their candidate sets choose the best epoch. 0: the last epoch
+    validation_fraction   share of the rows held out, whose candidate sets choose the best epoch. 0: the last epoch,
+                          which is as good (benchmarks/selection.py), and all rows are learned from
     options               any other option of the training or of the method (`urrl methods NAME`), by name
     random_state          seed of everything random
     n_jobs                CPU threads; None: as torch is set, -1: all cores
@@ -65,7 +66,7 @@ class PartialLabelClassifier(ClassNamePrefixFeaturesOutMixin, TransformerMixin, 
     def __init__(
         self, method: str = "proden", *, classes: Sequence[Any] | None = None, epochs: int | None = None,
         batch_size: int | None = None, lr: float | None = None, width: int | None = None,
-        augment: AnyPolicy | None = None, validation_fraction: float = 0.1, options: dict[str, Any] | None = None,
+        augment: AnyPolicy | None = None, validation_fraction: float = 0.0, options: dict[str, Any] | None = None,
         random_state: Any = None, n_jobs: int | None = None, device: str = "auto", verbose: int = 0,
     ):  # fmt: skip
         self.method = method
@@ -212,7 +213,7 @@ class URRLClassifier(PartialLabelClassifier):
     def __init__(
         self, *, phi: float | str = "auto", classes: Sequence[Any] | None = None, epochs: int | None = None,
         batch_size: int | None = None, lr: float | None = None, width: int | None = None,
-        augment: AnyPolicy | None = None, validation_fraction: float = 0.1, options: dict[str, Any] | None = None,
+        augment: AnyPolicy | None = None, validation_fraction: float = 0.0, options: dict[str, Any] | None = None,
         random_state: Any = None, n_jobs: int | None = None, device: str = "auto", verbose: int = 0,
     ):  # fmt: skip
         super().__init__(
