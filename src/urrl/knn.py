@@ -55,7 +55,7 @@ def indexed_topk(q: Tensor, k: int, rows: Tensor, share: int = 64) -> Iterator[t
     index.train(vectors[:: max(1, n // (64 * cells))])
     index.add(vectors)
     index.nprobe = min(cells, max(16, cells // share, 8 * k * cells // n))
-    for part in rows.split(2**14):
+    for part in rows.split(2**10):  # what is made of the neighbours is large where classes are many
         similarity, neighbour = (torch.from_numpy(t) for t in index.search(vectors[part.numpy()], k + 1))
         itself = neighbour == part[:, None]
         itself[~itself.any(1), -1] = True  # not among its own nearest: one too many was found
