@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import json
 import shlex
 import shutil
 import sys
@@ -16,6 +15,7 @@ from tests.tools import PAPER_FORM
 from urrl import checkpoint
 from urrl.candidates import CandidateSets
 from urrl.cli import main
+from urrl.files import read_json, unseal
 
 # Neighbours few and phi low: the sets are corrected from the first epochs on, so that a resumed S matters.
 TINY = shlex.split("train --dataset digits --subset 120 --epochs 3 --threads 1 --quiet")
@@ -62,8 +62,8 @@ def outcome(run: Path) -> dict[str, Any]:
     """All that a finished run has made, without the times."""
     last = checkpoint.load(run / "last.ckpt")
     last["state"].pop("seconds"), last["state"].pop("history")
-    result = json.loads((run / "result.json").read_text())
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    result = read_json(run / "result.json")
+    records = [unseal(line, run) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return {
         "files": sorted(p.name for p in run.iterdir()),
         "config": (run / "config.json").read_bytes(),

@@ -20,7 +20,7 @@ from urrl.cli import parser
 from urrl.errors import UserError
 from urrl.estimate import count_flops
 from urrl.methods import METHODS
-from urrl.worker import lock, work
+from urrl.worker import work
 
 TINY = """
 dataset = "digits"
@@ -418,20 +418,6 @@ def test_a_worker_that_dies_again_and_again_is_left(finished, tmp_path, capsys):
         run_cells(cells, tmp_path, engine, 1, view, lambda cell: {})
     assert engine.submitted == 3 and engine.closed
     assert capsys.readouterr().err.splitlines()[-1].endswith("left as it is")
-
-
-def test_a_lock_is_held_by_the_living_only(tmp_path):
-    code = f"from urrl.worker import lock, work; from pathlib import Path; import time\nwith lock(Path({str(tmp_path)!r}), 'a') as m:\n print(m, flush=True)\n time.sleep(60)"  # noqa: E501
-    environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    process = subprocess.Popen([sys.executable, "-c", code], env=environ, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None and process.stdout.readline() == "True\n"
-    with lock(tmp_path, "a") as mine, lock(tmp_path, "b") as other:
-        assert (mine, other) == (False, True)
-    process.kill()
-    process.wait()
-    process.stdout.close()
-    with lock(tmp_path, "a") as mine:
-        assert mine
 
 
 # ---- the view on a terminal ------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from urrl.data.files import load_source
 from urrl.data.own import data_sha256
 from urrl.errors import UserError
 from urrl.evaluate import infer
-from urrl.files import write_json, write_text
+from urrl.files import read_json, write_json, write_text
 from urrl.functional import softmax_on
 from urrl.knn import cosine_topk
 from urrl.likelihood import estimate_mu, log_given
@@ -123,7 +123,7 @@ class Audit(NamedTuple):
 def audit_run(folder: Path, data_dir: Path | None = None, device: str = "auto") -> Audit:
     """Of a finished run: its training items and, of a user's own data, the held-out ones too."""
     net, training, policy, classes, _ = load_model(folder, device)
-    config = json.loads((folder / "config.json").read_text())
+    config = read_json(folder / "config.json")
     given = CandidateSets.load(folder / "candidates.npz").mask
     state = checkpoint.load(folder / checkpoint.LAST)["method"]
     if "l" not in state:

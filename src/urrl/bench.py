@@ -5,6 +5,7 @@ from its last epoch. So a grid may be killed, extended or started twice at any t
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import hashlib
 import itertools
@@ -20,15 +21,14 @@ from pathlib import Path
 from typing import Any
 
 from urrl import paper
-from urrl.config import RECIPES, Run, resolve
+from urrl.config import RECIPES, Run, parse_settings, resolve
 from urrl.data import load
 from urrl.engines import ENGINES, Engine
-from urrl.errors import UserError
-from urrl.files import write_json
+from urrl.errors import Busy, UserError
+from urrl.files import locked, read_json, write_json
 from urrl.methods import METHODS, method_name
 from urrl.progress import clock
 from urrl.run import make_run, make_sets
-from urrl.worker import lock
 
 GRIDS = ("paper:fmnist", "paper:cifar10", "paper:cifar100", "paper:ablation", "paper:phi", "paper:tsne")
 DEATHS = 2  # how often a run whose worker died is begun again
@@ -81,12 +81,15 @@ def _absolute(path: str | Path | None) -> str | None:
     return None if path is None else str(Path(path).absolute())
 
 
-def read_grid(grid: str, given: dict[str, list[Any]], data_dir: Path | None = None) -> list[Cell]:
-    """The cells of a named grid or of a file, each once. `given` (of the command line) goes over what the grid says."""
+def read_grid(grid: str, given: dict[str, list[Any]], data_dir: Path | None = None,
+              settings: dict[str, Any] | None = None) -> list[Cell]:  # fmt: skip
+    """The cells of a named grid or of a file, each once. `given` and `settings` (of the command line) go over what the
+    grid says."""
+    settings = settings or {}
     if grid in GRIDS:
-        cells = [make_cell(values, settings, data_dir) for values, settings in paper_grid(grid, given)]
+        cells = [make_cell(values, own | settings, data_dir) for values, own in paper_grid(grid, given)]
     elif (path := Path(grid)).is_file():
-        cells = file_grid(path, given, data_dir)
+        cells = file_grid(path, given, data_dir, settings)
     else:
         raise UserError(f"{grid}: neither a file nor one of the grids {', '.join(GRIDS)}")
     return list({cell.name: cell for cell in cells}.values())
@@ -139,7 +142,7 @@ def paper_form(dataset: str) -> dict[str, Any]:
     return {f.name: values.get(f.name, f.default) for f in dataclasses.fields(METHODS["urrl"].Config)}
 
 
-def file_grid(path: Path, given: dict[str, list[Any]], data_dir: Path | None) -> list[Cell]:
+def file_grid(path: Path, given: dict[str, list[Any]], data_dir: Path | None, over: dict[str, Any]) -> list[Cell]:
     """The product of the lists in a TOML file: KEYS, and a table `set` with options of the method or the training."""
     try:
         text = path.read_text(encoding="utf-8")
@@ -164,7 +167,7 @@ def file_grid(path: Path, given: dict[str, list[Any]], data_dir: Path | None) ->
         for v in axes[key]:
             if type(v) is not kind:
                 raise refuse(key, f"{key} takes {_TYPES[kind]}, not {v!r}")
-    options = {key: _as_list(value) for key, value in settings.items()}
+    options = {key: _as_list(value) for key, value in settings.items() if key not in over}
     for key, values in (axes | options).items():
         if not values:
             raise refuse(key, f"{key} is an empty list: the grid would have no cell")
@@ -176,7 +179,7 @@ def file_grid(path: Path, given: dict[str, list[Any]], data_dir: Path | None) ->
     for chosen in itertools.product(*axes.values(), *options.values()):
         values = dict(zip([*axes, *options], chosen))
         try:
-            cells.append(make_cell({k: values[k] for k in axes}, {k: values[k] for k in options}, data_dir))
+            cells.append(make_cell({k: values[k] for k in axes}, {k: values[k] for k in options} | over, data_dir))
         except UserError as error:
             problem = str(error).removeprefix("--set ")
             named = {m.start(): key for key in values if (m := re.search(rf"\b{re.escape(key)}\b", problem))}
@@ -208,9 +211,11 @@ def _by(cells: list[Cell], *keys: str) -> dict[tuple[Any, ...], list[Cell]]:
 
 
 def state_of(folder: Path) -> str:
+    """A damaged result is none: it is made again from the last epoch."""
     for name, state in (("result.json", "done"), ("error.json", "failed"), ("config.json", "begun")):
-        if (folder / name).exists():
-            return state
+        with contextlib.suppress(UserError):
+            if (folder / name).exists() and (name != "result.json" or read_json(folder / name)):
+                return state
     return "to do"
 
 
@@ -230,13 +235,14 @@ def bench(args: argparse.Namespace) -> None:
         raise UserError(f"--engine must be one of {', '.join(ENGINES)}, not {args.engine!r}")
     threads = args.threads or max(1, cores // args.jobs)
     methods = list(METHODS) if args.methods == "all" else _names(args.methods)
-    given = {
+    options = {
         "method": methods and [method_name(name) for name in methods],
         "dataset": _names(args.datasets),
         "seed": args.seeds and list(range(args.seeds)),
         **{key: None if (v := getattr(args, key)) is None else [v] for key in ("recipe", "subset", "epochs")},
     }
-    cells = read_grid(args.grid, {key: value for key, value in given.items() if value is not None}, args.data_dir)
+    given = {key: value for key, value in options.items() if value is not None}
+    cells = read_grid(args.grid, given, args.data_dir, parse_settings(args.settings))
     states = {cell.name: state_of(args.out / cell.name) for cell in cells}
     if args.retry_failed:
         states = {name: "begun" if state == "failed" else state for name, state in states.items()}
@@ -268,7 +274,7 @@ def bench(args: argparse.Namespace) -> None:
           "".join(f", {after[state]} {state}" for state in ("failed", "begun", "to do") if after[state]))  # fmt: skip
     for cell in cells:
         if (path := args.out / cell.name / "error.json").exists():
-            print(f"{cell.name}: {json.loads(path.read_text())['error']}", file=sys.stderr)
+            print(f"{cell.name}: {read_json(path)['error']}", file=sys.stderr)
     print(f"next: urrl report {args.out}")
     if after["done"] < len(cells):
         print("urrl: the grid is not complete: the same command goes on with what was begun, --retry-failed with what "
@@ -292,7 +298,7 @@ def run_cells(cells: list[Cell], out: Path, engine: Engine, jobs: int, view: Vie
                 cell = waiting.popleft()
                 if state_of(out / cell.name) in ("done", "failed"):
                     view.ended(cell, "by another process")
-                elif _taken(out, cell.name):
+                elif _taken(out / cell.name):
                     waiting.append(cell)
                 else:
                     running.append((cell, engine.submit(job(cell))))
@@ -316,9 +322,14 @@ def run_cells(cells: list[Cell], out: Path, engine: Engine, jobs: int, view: Vie
         engine.close()
 
 
-def _taken(out: Path, name: str) -> bool:
-    with lock(out, name) as free:
-        return not free
+def _taken(folder: Path) -> bool:
+    try:
+        with locked(folder / "config.json"):
+            return False
+    except FileNotFoundError:
+        return False
+    except Busy:
+        return True
 
 
 class View:
@@ -376,7 +387,7 @@ class View:
         self.now[cell.name] = self.epochs[cell.name]  # also where it stopped early
         folder = self.out / cell.name
         if state_of(folder) == "done":
-            result = json.loads((folder / "result.json").read_text())
+            result = read_json(folder / "result.json")
             known = "trained" if result["test_accuracy"] is None else f"{result['test_accuracy']:.2%}"
             figure = f"{known} in {clock(result['seconds'])}"
         else:

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from urrl.errors import UserError
-from urrl.files import UNREADABLE, write_atomic
+from urrl.errors import UserError, one_line
+from urrl.files import UNREADABLE, read_npz, write_atomic
 from urrl.seeding import generator
 
 
@@ -76,17 +76,17 @@ class CandidateSets:
     @classmethod
     def load(cls, path: Path) -> CandidateSets:
         try:
-            with np.load(path, allow_pickle=False) as file:
-                n, n_classes = (int(v) for v in file["shape"])
-                bits, about = file["bits"], json.loads(str(file["about"]))
+            file = read_npz(path)
+            n, n_classes = (int(v) for v in file["shape"])
+            bits, about = file["bits"], json.loads(str(file["about"]))
             if n < 1 or n_classes < 2 or bits.dtype != np.uint8 or len(bits) != (n * n_classes + 7) // 8:
                 raise ValueError("shape and content disagree")
             mask = np.unpackbits(bits, count=n * n_classes).reshape(n, n_classes).astype(bool)
             recorded = about.pop("sha256")
-        except FileNotFoundError:
-            raise UserError(f"{path}: no such file") from None
+        except UserError:
+            raise
         except UNREADABLE as error:
-            raise UserError(f"{path}: not a candidate-set file ({error})") from None
+            raise UserError(f"{path}: not a candidate-set file ({one_line(error)})") from None
         sets = cls(torch.from_numpy(mask), about)
         if sets.sha256 != recorded:
             raise UserError(f"{path}: content does not match its recorded hash; the file is damaged")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-import pickle
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 
 from urrl.errors import UserError
-from urrl.files import write_atomic
+from urrl.files import UNREADABLE, write_atomic
 
 LAST, PREVIOUS, MODEL = "last.ckpt", "previous.ckpt", "model.ckpt"
 
@@ -44,9 +43,12 @@ def load(path: Path) -> dict[str, Any]:
     if hashlib.sha256(content[32:]).digest() != content[:32]:
         raise UserError(f"{path}: damaged (its checksum does not match)")
     try:
+        with zipfile.ZipFile(io.BytesIO(content[32:])) as packed:
+            if any(member.compress_type != zipfile.ZIP_STORED for member in packed.infolist()):
+                raise ValueError("it is compressed, and we never write one that is")  # it could unpack to any size
         state: dict[str, Any] = torch.load(io.BytesIO(content[32:]), map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, zipfile.BadZipFile) as error:
-        raise UserError(f"{path}: not a checkpoint ({str(error).splitlines()[0]})") from None
+    except UNREADABLE as error:
+        raise UserError(f"{path}: not a checkpoint ({str(error).partition(chr(10))[0]})") from None
     return state
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import urrl
-from urrl.errors import Lost, UserError
+from urrl.errors import Lost, UserError, one_line
 
 TRAIN_EXAMPLES = """examples:
   urrl train --dataset digits --eta 0.3 --mu 0.3                   URRL, half a minute, no download
@@ -103,6 +103,17 @@ def parser() -> argparse.ArgumentParser:
             help="where the data files are (default: $URRL_DATA, the cache, or a download)",
         )
 
+    def add_settings(sub: argparse.ArgumentParser) -> None:
+        sub.add_argument("--epochs", type=int, metavar="N", help="instead of the recipe's")
+        sub.add_argument(
+            "--set",
+            action="append",
+            default=[],
+            dest="settings",
+            metavar="KEY=VALUE",
+            help="any option of the method or the training; may be repeated",
+        )
+
     def add_machine(sub: argparse.ArgumentParser) -> None:
         sub.add_argument("--device", default="auto", help="auto (default), cpu, cuda, mps ...")
         sub.add_argument("--threads", type=int, metavar="T", help="CPU threads (default: all)")
@@ -123,15 +134,7 @@ def parser() -> argparse.ArgumentParser:
     )
     sub.add_argument("--method", default="urrl", metavar="NAME", help="see `urrl methods` (default urrl)")
     sub.add_argument("--recipe", default="fast", metavar="NAME", help="fast (default) or paper; see `urrl recipes`")
-    sub.add_argument("--epochs", type=int, metavar="N", help="instead of the recipe's")
-    sub.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        dest="settings",
-        metavar="KEY=VALUE",
-        help="any option of the method or the training; may be repeated",
-    )
+    add_settings(sub)
     sub.add_argument(
         "--candidates",
         metavar="FILE",
@@ -153,7 +156,7 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("--seeds", type=int, metavar="N", help="seeds 0 to N-1 (default 3; paper:tsne 1; or the file's)")
     sub.add_argument("--recipe", metavar="NAME", help="fast (default) or paper")
     sub.add_argument("--subset", type=int, metavar="N", help="train on N items only")
-    sub.add_argument("--epochs", type=int, metavar="N", help="instead of the recipe's")
+    add_settings(sub)
     sub.add_argument("--data-dir", type=Path, metavar="D", help="where the data files are")
     sub.add_argument("--jobs", type=int, default=1, metavar="J", help="runs at a time (default 1)")
     sub.add_argument("--engine", default="local", metavar="NAME", help="local (default), slurm or ray")
@@ -234,6 +237,11 @@ def main() -> int:
     except OSError as error:
         print(f"urrl: {error.filename or 'file'}: {error.strerror or error}", file=sys.stderr)
         return 2
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and "memory" not in str(error):
+            raise
+        print(f"urrl: not enough memory ({one_line(error)[:200]})", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         again = [a for a in arguments if a != "--resume"] + (["--resume"] if arguments[:1] == ["train"] else [])
         print(f"\nurrl: stopped; to go on: {shlex.join(['urrl', *again])}", file=sys.stderr)

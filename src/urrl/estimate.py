@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from urrl.bench import Cell, epochs_done
 from urrl.data import load, split
+from urrl.files import read_json
 from urrl.nets import build_network
 from urrl.progress import clock
 from urrl.run import make_run, pick_device, train
@@ -28,7 +29,7 @@ def dry_run(cells: list[Cell], states: dict[str, str], out: Path, jobs: int, thr
     costs: dict[str, tuple[float, float]] = {}  # of a kind of run: FLOPs and seconds
     for cell in cells:
         if states[cell.name] == "done":
-            result = json.loads((out / cell.name / "result.json").read_text())
+            result = read_json(out / cell.name / "result.json")
             costs[_kind(cell)] = (result["train_flops"], result["seconds"])
     speeds: dict[tuple[str, str, int], float] = {}
     total_flops = total_seconds = 0.0

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from urrl import checkpoint
 from urrl.config import Training, build
 from urrl.data.augment import AnyPolicy, find_policy
-from urrl.errors import UserError
+from urrl.errors import UserError, one_line
 from urrl.evaluate import infer
-from urrl.files import write_atomic
+from urrl.files import UNREADABLE, read_json, write_atomic
 from urrl.nets import Network, build_network
 from urrl.progress import bar
 from urrl.run import pick_device
@@ -23,12 +24,17 @@ def load_model(folder: Path, device: str = "auto") -> tuple[Network, Training, A
     """(network with its best weights, training settings, policy, class names, shape of an item) of a finished run."""
     if not (folder / "result.json").exists():
         raise UserError(f"{folder}: no finished run here (no result.json)")
-    saved = checkpoint.load(folder / checkpoint.MODEL)
-    training = build(Training, json.loads((folder / "config.json").read_text())["training"])
-    shape, classes = tuple(saved["shape"]), saved["classes"]
-    net = build_network(training.net, shape, len(classes), training.width, training.embed_dim, training.head)
-    net.load_state_dict(saved["weights"])
-    return net.to(pick_device(device)), training, find_policy(saved["augment"]), classes, shape
+    path = folder / checkpoint.MODEL
+    saved, config = checkpoint.load(path), read_json(folder / "config.json")
+    try:
+        training = build(Training, config["training"])
+        shape, classes, policy = tuple(saved["shape"]), list(saved["classes"]), find_policy(saved["augment"])
+        with torch.device("meta"):  # takes no memory, whatever the config asks for, before the weights fit
+            net = build_network(training.net, shape, len(classes), training.width, training.embed_dim, training.head)
+        net.load_state_dict(saved["weights"], assign=True)
+    except UNREADABLE as error:
+        raise UserError(f"{path}: not the model of this run ({one_line(error)})") from None
+    return net.to(pick_device(device)), training, policy, classes, shape
 
 
 def predict_file(folder: Path, path: Path, out: Path, device: str = "auto", skipped: list[str] | None = None,
@@ -39,7 +45,7 @@ def predict_file(folder: Path, path: Path, out: Path, device: str = "auto", skip
     from urrl.tables import protect
 
     net, training, policy, classes, shape = load_model(folder, device)
-    source = json.loads((folder / "config.json").read_text()).get("source") or {}
+    source = read_json(folder / "config.json").get("source") or {}
     if out.exists():
         raise UserError(f"{out}: exists; nothing was changed")
     total, chunks = items_to_predict(path, shape, source.get("features"), skipped)

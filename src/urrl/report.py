@@ -12,6 +12,7 @@ import json
 import math
 import re
 import statistics
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from importlib import resources
@@ -21,8 +22,9 @@ from typing import Any
 import urrl
 from urrl import paper
 from urrl.errors import UserError
-from urrl.files import write_text
+from urrl.files import read_json, write_text
 from urrl.progress import clock
+from urrl.train import read_history
 
 NAMES = {
     "urrl": "URRL", "proden": "PRODEN", "rc": "RC", "cc": "CC", "rabs": "RABS", "pico": "PiCO", "pico_plus": "PiCO+",
@@ -100,11 +102,11 @@ def find_runs(root: Path) -> list[Entry]:
         raise UserError(f"{root}: no such folder")
     found: dict[Path, Entry] = {}
     for path in sorted(root.rglob("config.json")):
-        config = _json(path)
-        if isinstance(config, dict) and {"dataset", "method", "training", "options"} <= config.keys():
+        config = read_json(path)
+        if {"dataset", "method", "training", "options"} <= config.keys():
             found[path.parent] = _entry(path.parent, config)
     for plan in sorted(root.rglob("grids/*.json")):
-        for cell in _json(plan)["cells"]:
+        for cell in read_json(plan)["cells"]:
             folder = plan.parents[1] / cell.pop("folder")
             if folder not in found:
                 found[folder] = _entry(folder, cell)
@@ -114,21 +116,18 @@ def find_runs(root: Path) -> list[Entry]:
 
 
 def _entry(folder: Path, config: dict[str, Any]) -> Entry:
-    result = _json(folder / "result.json") if (folder / "result.json").exists() else None
-    error = _json(folder / "error.json")["error"] if (folder / "error.json").exists() else None
-    history = []
-    if (folder / "metrics.jsonl").exists():
-        for line in (folder / "metrics.jsonl").read_text().splitlines(keepends=True):
-            if line.endswith("\n"):  # else it is being written
-                history.append(json.loads(line))
-    return Entry(folder, config, result, error, history)
+    result = None
+    if (folder / "result.json").exists():
+        try:
+            result = read_json(folder / "result.json")
+        except UserError as problem:
+            _say(f"{problem}; the run counts as not done")
+    error = read_json(folder / "error.json")["error"] if (folder / "error.json").exists() else None
+    return Entry(folder, config, result, error, read_history(folder, _say))
 
 
-def _json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: cannot be read ({error})") from None
+def _say(line: str) -> None:
+    print(f"urrl: {line}", file=sys.stderr)
 
 
 def variant(config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -586,7 +585,7 @@ def sections(root: Path, entries: list[Entry], data_dir: Path | None) -> list[Se
         ))  # fmt: skip
         made.append(Section(setting_title(setting), [part for part in parts if part]))
     planned = {root / cell["folder"] for plan in sorted(root.glob("grids/*.json"))
-               if (held := _json(plan))["grid"] == "paper:tsne" for cell in held["cells"]}  # fmt: skip
+               if (held := read_json(plan))["grid"] == "paper:tsne" for cell in held["cells"]}  # fmt: skip
     if pictured := [e for e in entries if e.folder in planned and e.result]:
         try:
             made.append(Section("The encoders' features", [tsne_picture(pictured, data_dir)]))

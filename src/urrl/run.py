@@ -3,12 +3,15 @@ previous.ckpt, then model.ckpt, curves.png and, last of all, result.json: a fold
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import json
 import math
 import os
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +26,7 @@ from urrl.data.augment import AnyPolicy, find_policy
 from urrl.data.own import data_sha256
 from urrl.errors import UserError
 from urrl.evaluate import label_report, part_accuracy, validation
-from urrl.files import write_json
+from urrl.files import locked, read_json, sealed, write_json
 from urrl.methods import METHODS, Method, method_name
 from urrl.nets import Network, build_network
 from urrl.plots import draw_curves
@@ -127,14 +130,11 @@ def make_file_run(
     return dataclasses.replace(run, source=source), loaded.dataset, splits, sets, loaded.skipped
 
 
-def open_folder(folder: Path, run: Run, resume: bool) -> dict[str, Any] | None:
+def open_folder(folder: Path, run: Run, resume: bool, say: Callable[[str], None]) -> dict[str, Any] | None:
     """Make the folder or check that it holds this very run. Returns its result where it is done already."""
     config = folder / "config.json"
     if config.exists():
-        try:
-            held = dict(json.loads(config.read_text()))
-        except (ValueError, TypeError):
-            raise UserError(f"{config}: damaged, cannot tell which run this is") from None
+        held = read_json(config)
         held.pop("version", None)
         wanted = json.loads(json.dumps(run.to_dict()))
         differing = sorted(k for k in held.keys() | wanted.keys() if held.get(k) != wanted.get(k))
@@ -142,14 +142,17 @@ def open_folder(folder: Path, run: Run, resume: bool) -> dict[str, Any] | None:
             raise UserError(f"{folder}: holds another run (it differs in {', '.join(differing)}); nothing was changed")
         if not resume:
             raise UserError(f"{folder}: holds this run already; add --resume to go on, or choose another --out")
-        result = folder / "result.json"
-        return json.loads(result.read_text()) if result.exists() else None
+        try:
+            return read_json(result) if (result := folder / "result.json").exists() else None
+        except UserError as error:
+            say(f"{error}; made again from the last epoch")
+            return None
     # A run killed while it wrote its first file has left a part of it, and may start again.
     if folder.exists() and not (folder.is_dir() and all(p.match("config.json.*.part") for p in folder.iterdir())):
         raise UserError(f"{folder}: exists and is not a run's folder; nothing was changed")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_json(config, {**run.to_dict(), "version": urrl.__version__})
+        write_json(config, sealed({**run.to_dict(), "version": urrl.__version__}))
     except OSError as error:
         raise UserError(f"{folder}: cannot be written ({error.strerror})") from None
     return None
@@ -172,9 +175,16 @@ def pick_device(name: str) -> torch.device:
 
 def build_method(run: Run, shape: tuple[int, ...], given: CandidateSets, device: str) -> Method:
     """The method with its network, freshly initialised by the run's seed, on its device."""
-    torch.manual_seed(derive_seed(run.seed, "weights"))
     t = run.training
-    net = build_network(t.net, shape, given.n_classes, t.width, t.embed_dim, t.head)
+    build = functools.partial(build_network, t.net, shape, given.n_classes, t.width, t.embed_dim, t.head)
+    with torch.device("meta"):  # takes no memory
+        size = sum(4 * p.numel() for p in build().parameters())
+    # gradients and momentum take as much each
+    if hasattr(os, "sysconf") and 3 * size > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
+        raise UserError(f"net {t.net} of width {t.width} and embed_dim {t.embed_dim} has {size / 1e9:.0f} GB, too much "
+                        "for this machine")  # fmt: skip
+    torch.manual_seed(derive_seed(run.seed, "weights"))
+    net = build()
     if len(shape) == 3:
         net = net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # twice as fast on CPUs
     method = METHODS[run.method](net, given, run.options).to(pick_device(device))
@@ -198,7 +208,7 @@ def learn(method: Method, splits: Splits, given: CandidateSets, policy: AnyPolic
 
 def train(run: Run, dataset: Dataset, splits: Splits, sets: CandidateSets, folder: Path, resume: bool = False,
           device: str = "auto", show: Progress | None = None) -> dict[str, Any]:  # fmt: skip
-    """Train one run into its folder and return its result."""
+    """Train one run into its folder and return its result. Busy: another process does so already."""
     show = show or Progress(quiet=True)
     kind = METHODS[run.method]
     policy = find_policy(dataset.augment)
@@ -212,9 +222,10 @@ def train(run: Run, dataset: Dataset, splits: Splits, sets: CandidateSets, folde
         raise UserError(f"{smallest} items a batch leave some of {world} processes fewer than 2, too few for batch "
                         f"normalisation: --set sync_bn=true normalises over all processes")  # fmt: skip
 
-    def take_folder() -> dict[str, Any] | None:
-        if done := open_folder(folder, run, resume):
+    def take_folder(held: contextlib.ExitStack) -> dict[str, Any] | None:
+        if done := open_folder(folder, run, resume, show.say):
             return done
+        held.enter_context(locked(folder / "config.json"))
         for left in folder.glob("*.part"):  # by a process that was killed
             left.unlink()
         saved_sets = folder / "candidates.npz"
@@ -228,42 +239,43 @@ def train(run: Run, dataset: Dataset, splits: Splits, sets: CandidateSets, folde
         raise UserError("option compile takes a C++ compiler, and there is none on the PATH")
 
     # All that can be refused has been: only now is the folder touched.
-    if done := distributed.on_first(take_folder):
-        return done
+    with contextlib.ExitStack() as held:  # the lock of the folder
+        if done := distributed.on_first(lambda: take_folder(held)):
+            return done
 
-    state = learn(method, splits, given, policy, t, run.seed, folder, resume, show)
-    test_accuracy = part_accuracy(net, splits.test, policy, t.flip_test)  # the test part is touched here, once
-    result = {
-        "method": run.method,
-        "dataset": run.dataset,
-        "eta": run.eta,
-        "mu": run.mu,
-        "convention": run.convention,
-        "seed": run.seed,
-        "recipe": run.recipe,
-        "bound": kind.bound,
-        "test_accuracy": test_accuracy,
-        **{key: value for key, value in state.history[state.best_epoch].items() if key.startswith("val_")},
-        "best_epoch": state.best_epoch,
-        "epochs": state.epoch,
-        "processes": distributed.world(),
-        "seconds": round(state.seconds, 3),
-        "train_flops": state.flops,
-        "samples_per_second": round(len(splits.train.x) * state.epoch / state.seconds, 1),
-        **label_report(method, given.mask, splits.train.y),
-        "mean_set_size": sets.mean_size,
-        "n_train": len(splits.train.x),
-        "n_test": len(splits.test.x),
-        "parameters": sum(p.numel() for p in net.parameters()),
-        "sets_sha256": sets.sha256,
-        "version": urrl.__version__,
-        "date": time.strftime("%Y-%m-%d"),
-    }
-    if distributed.rank() == 0:
-        augment = dataset.augment if isinstance(dataset.augment, str) else dataclasses.asdict(policy)
-        checkpoint.save(folder / checkpoint.MODEL, {"weights": state.best_weights, "classes": list(dataset.classes),
-                                                    "shape": list(shape), "augment": augment})  # fmt: skip
-        noise = "" if run.eta is None else f", η={run.eta}, μ={run.mu}"
-        draw_curves(state.history, folder / "curves.png", f"{run.method} on {run.dataset}{noise}")
-        write_json(folder / "result.json", result)
-    return result
+        state = learn(method, splits, given, policy, t, run.seed, folder, resume, show)
+        test_accuracy = part_accuracy(net, splits.test, policy, t.flip_test)  # the test part is touched here, once
+        result = {
+            "method": run.method,
+            "dataset": run.dataset,
+            "eta": run.eta,
+            "mu": run.mu,
+            "convention": run.convention,
+            "seed": run.seed,
+            "recipe": run.recipe,
+            "bound": kind.bound,
+            "test_accuracy": test_accuracy,
+            **{key: value for key, value in state.history[state.best_epoch].items() if key.startswith("val_")},
+            "best_epoch": state.best_epoch,
+            "epochs": state.epoch,
+            "processes": distributed.world(),
+            "seconds": round(state.seconds, 3),
+            "train_flops": state.flops,
+            "samples_per_second": round(len(splits.train.x) * state.epoch / state.seconds, 1),
+            **label_report(method, given.mask, splits.train.y),
+            "mean_set_size": sets.mean_size,
+            "n_train": len(splits.train.x),
+            "n_test": len(splits.test.x),
+            "parameters": sum(p.numel() for p in net.parameters()),
+            "sets_sha256": sets.sha256,
+            "version": urrl.__version__,
+            "date": time.strftime("%Y-%m-%d"),
+        }
+        if distributed.rank() == 0:
+            augment = dataset.augment if isinstance(dataset.augment, str) else dataclasses.asdict(policy)
+            checkpoint.save(folder / checkpoint.MODEL, {"weights": state.best_weights, "classes": list(dataset.classes),
+                                                        "shape": list(shape), "augment": augment})  # fmt: skip
+            noise = "" if run.eta is None else f", η={run.eta}, μ={run.mu}"
+            draw_curves(state.history, folder / "curves.png", f"{run.method} on {run.dataset}{noise}")
+            write_json(folder / "result.json", sealed(result))
+        return result

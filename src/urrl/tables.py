@@ -15,9 +15,10 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyarrow.parquet as pq
 
-from urrl.errors import UserError
-from urrl.files import UNREADABLE, write_atomic, write_text
+from urrl.errors import UserError, one_line
+from urrl.files import UNREADABLE, refuse_bomb, write_atomic, write_text
 from urrl.parse import SEPARATOR
 
 FORMATS = ("csv", "parquet", "json")
@@ -63,6 +64,10 @@ def read_table(path: Path, numbers: Callable[[list[str]], Collection[str]] = lam
         if path.suffix == ".csv":
             return _read_csv(path, numbers, skipped)
         if path.suffix == ".parquet":
+            held = pq.read_metadata(path)
+            columns = range(held.num_columns)
+            groups = [held.row_group(g) for g in range(held.num_row_groups)]
+            refuse_bomb(path, 8 * sum(group.column(c).num_values for group in groups for c in columns))
             frame = pd.read_parquet(path)
         elif path.suffix == ".json":
             frame = pd.DataFrame(json.loads(path.read_text("utf-8")))
@@ -73,7 +78,7 @@ def read_table(path: Path, numbers: Callable[[list[str]], Collection[str]] = lam
     except UserError:
         raise
     except UNREADABLE as error:
-        raise UserError(f"{path}: not a table ({' '.join(str(error).split())})") from None
+        raise UserError(f"{path}: not a table ({one_line(error)})") from None
     return frame.set_axis(pd.RangeIndex(len(frame), name="row"))
 
 

@@ -25,8 +25,9 @@ from urrl import checkpoint, distributed
 from urrl.config import Training
 from urrl.data.augment import AnyPolicy, Rows, make_views, normalise
 from urrl.data.stream import Items, rows_of
+from urrl.errors import UserError, one_line
 from urrl.evaluate import infer
-from urrl.files import write_text
+from urrl.files import UNREADABLE, sealed, unseal, write_text
 from urrl.methods import Batch, Method
 from urrl.nets import Network
 from urrl.progress import Progress
@@ -70,18 +71,21 @@ def fit(method: Method, x: Items, policy: AnyPolicy, training: Training, seed: i
     state = State()
     load = functools.partial(checkpoint.load_epoch, folder, show.say) if folder and resume else None
     if load and (saved := distributed.on_first(load)):
-        method.load_state_dict(saved["method"])
-        optimiser.load_state_dict(saved["optimiser"])
-        if average is not None:
-            average.load_state_dict(saved["average"])
-        if scaler.is_enabled():
-            scaler.load_state_dict(saved["scaler"])
-        state = State(**saved["state"])
+        try:
+            method.load_state_dict(saved["method"])
+            optimiser.load_state_dict(saved["optimiser"])
+            if average is not None:
+                average.load_state_dict(saved["average"])
+            if scaler.is_enabled():
+                scaler.load_state_dict(saved["scaler"])
+            state = State(**saved["state"])
+        except UNREADABLE as error:
+            raise UserError(f"{folder}: its checkpoint is of another run ({one_line(error)[:100]} ...)") from None
     # A killed run can have written a line that its checkpoint does not know: the checkpoint is right.
     if distributed.rank() > 0:
         folder = None  # the first process writes
     if folder:
-        write_text(folder / "metrics.jsonl", "".join(json.dumps(record) + "\n" for record in state.history))
+        write_text(folder / "metrics.jsonl", "".join(map(line_of, state.history)))
 
     method.total_epochs = training.epochs
     steps = math.ceil(len(x) / training.batch_size)
@@ -167,9 +171,27 @@ def fit(method: Method, x: Items, policy: AnyPolicy, training: Training, seed: i
                 },
             )
             with open(folder / "metrics.jsonl", "a") as file:
-                file.write(json.dumps(record) + "\n")
+                file.write(line_of(record))
         show.epoch(record)
     return state
+
+
+def line_of(record: dict[str, Any]) -> str:
+    """Of metrics.jsonl."""
+    return json.dumps(sealed(record)) + "\n"
+
+
+def read_history(folder: Path, say: Callable[[str], None]) -> list[dict[str, Any]]:
+    """The records of a run's epochs: of metrics.jsonl or, where a line is damaged, of the last checkpoint."""
+    path = folder / "metrics.jsonl"
+    if not path.exists():
+        return []
+    lines = path.read_bytes().split(b"\n")[:-1]  # a line without an end is being written
+    try:
+        return [unseal(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
+    except UserError as error:
+        say(f"{error}; the epochs are read from {checkpoint.LAST}")
+        return list(checkpoint.load(folder / checkpoint.LAST)["state"]["history"])
 
 
 def half_precision(device: torch.device) -> torch.dtype | None:

@@ -3,15 +3,12 @@ of JSON on its input, the answer a word on its output; when the input ends, the 
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import json
 import os
 import queue
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,43 +17,28 @@ def work(job: dict[str, Any]) -> str:
     """Do the run `name` in the folder `out`: "done", "failed" (error.json says why) or "busy" (in other hands)."""
     import torch
 
+    from urrl.errors import Busy, one_line
     from urrl.files import write_json, write_text
     from urrl.run import make_run, train
 
     out, name = Path(job["out"]), job["name"]
-    with lock(out, name) as mine:
-        if not mine:
-            return "busy"
-        try:
-            torch.set_num_threads(job["threads"])
-            run, dataset, splits, sets = make_run(**job["arguments"])
-            train(run, dataset, splits, sets, out / name, resume=True, device=job["device"])
-        except Exception as error:
-            log = out / "logs" / f"{name}.log"
-            log.parent.mkdir(exist_ok=True)
-            write_text(log, traceback.format_exc())
-            message = " ".join(str(error).split()) or "no message"
-            (out / name).mkdir(exist_ok=True)
-            write_json(
-                out / name / "error.json",
-                {"error": f"{type(error).__name__}: {message}", "log": str(log.relative_to(out))},
-            )
-            return "failed"
-        return "done"
-
-
-@contextlib.contextmanager
-def lock(out: Path, name: str) -> Iterator[bool]:
-    """Whether the run is ours until the end of the block. A process that dies holds nothing."""
-    path = out / "locks" / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-        else:
-            yield True
+    try:
+        torch.set_num_threads(job["threads"])
+        run, dataset, splits, sets = make_run(**job["arguments"])
+        train(run, dataset, splits, sets, out / name, resume=True, device=job["device"])
+    except Busy:
+        return "busy"
+    except Exception as error:
+        log = out / "logs" / f"{name}.log"
+        log.parent.mkdir(exist_ok=True)
+        write_text(log, traceback.format_exc())
+        (out / name).mkdir(exist_ok=True)
+        write_json(
+            out / name / "error.json",
+            {"error": f"{type(error).__name__}: {one_line(error)}", "log": str(log.relative_to(out))},
+        )
+        return "failed"
+    return "done"
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from http.client import HTTPException
 from pathlib import Path, PurePosixPath
 from urllib.request import urlopen
 
-from urrl.errors import UserError
+from urrl.errors import UserError, one_line
 
 TIMEOUT = 30.0  # seconds of silence, not for the whole download
 BLOCK = 1 << 18
@@ -78,9 +78,8 @@ def download(source: Source) -> Path:
             for file in source.files:
                 os.replace(Path(scratch, file), folder / file)
     except (OSError, HTTPException, tarfile.TarError, EOFError, zlib.error) as error:
-        reason = " ".join(str(error).split())  # one line
         raise UserError(
-            f"cannot download {next(iter(source.urls))} ({reason}): put {', '.join(source.files)} into "
+            f"cannot download {next(iter(source.urls))} ({one_line(error)}): put {', '.join(source.files)} into "
             f"{folder} or into a folder named by --data-dir or URRL_DATA{source.hint}"
         ) from error
     return folder

@@ -19,7 +19,7 @@ from urrl.data.own import as_items, from_arrays, own_shape, own_size, stack_imag
 from urrl.data.readers import Dataset
 from urrl.data.stream import from_files, open_image
 from urrl.errors import UserError
-from urrl.files import UNREADABLE
+from urrl.files import UNREADABLE, read_npz
 from urrl.parse import from_annotations, parse_candidates
 from urrl.tables import read_table, refuse
 
@@ -88,7 +88,16 @@ def _image_rows(folder: Path, labels: Path, note: list[str] | None) -> Rows:
         places = pd.Index([first[item] for item in items], name=frame.index.name)
         frame = pd.DataFrame({"item": items, "candidates": [sorted(s) for s in sets]}, places)
     paths = _objects(folder / str(item) for item in _column(frame, "item", labels))
-    return _rows(frame, _column(frame, "candidates", labels), paths, labels)
+    rows = _rows(frame, _column(frame, "candidates", labels), paths, labels)
+    inside = np.array([_below(str(item)) for item in rows.items], dtype=bool)
+    for i in (~inside).nonzero()[0].tolist():
+        rows.refuse(i, f"the item {str(rows.items[i])!r} is not below the folder of images", note)
+    return rows.keep(inside)
+
+
+def _below(item: str) -> bool:
+    path = Path(item)
+    return not path.is_absolute() and ".." not in path.parts and "\0" not in item
 
 
 def _table_rows(path: Path, features: str | list[str] | None, candidates: str, note: list[str] | None
@@ -113,16 +122,6 @@ def _npz_rows(path: Path, classes: Sequence[str] | None) -> tuple[Rows, Sequence
     if "item" in held:
         frame["item"] = held["item"]
     return _rows(frame, held["candidates"], held["x"], path), held["classes"].tolist() if "classes" in held else classes
-
-
-def read_npz(path: Path) -> dict[str, np.ndarray]:
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            return dict(file)
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file") from None
-    except UNREADABLE as error:
-        raise UserError(f"{path}: not an .npz file of plain arrays ({error})") from None
 
 
 def _rows(frame: pd.DataFrame, candidates: Any, x: np.ndarray, path: Path) -> Rows:

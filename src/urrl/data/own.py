@@ -15,7 +15,7 @@ from torch import Tensor
 
 from urrl.data.augment import AnyPolicy, Features, Policy
 from urrl.data.readers import Dataset
-from urrl.data.stream import Items, Streamed, open_image
+from urrl.data.stream import Items, Streamed, identify, open_image
 from urrl.errors import UserError
 
 if TYPE_CHECKING:
@@ -98,15 +98,10 @@ def read_images(paths: Sequence[Path], size: tuple[int, int] | None = None) -> n
 
 def own_size(paths: Iterable[Path]) -> tuple[int, int]:
     """(width, height): the images' own where all have the same and it is small, else a square of SIDE."""
-    from PIL import Image, UnidentifiedImageError
-
     sizes = set()
     for path in paths:
-        try:
-            with Image.open(path) as image:  # reads the header alone
-                sizes.add(image.size)
-        except (OSError, UnidentifiedImageError, ValueError, SyntaxError, Image.DecompressionBombError):
-            continue  # who reads the image says what is wrong with it
+        with contextlib.suppress(UserError), identify(path) as image:  # who reads the image says what is wrong with it
+            sizes.add(image.size)
         if len(sizes) > 1:
             break
     own = sizes.pop() if len(sizes) == 1 else (SIDE, SIDE)
@@ -115,12 +110,10 @@ def own_size(paths: Iterable[Path]) -> tuple[int, int]:
 
 def own_shape(paths: Iterable[Path]) -> tuple[int, int, int]:
     """(ch, H, W) for images that are not read yet: colour where one of them has it."""
-    from PIL import Image
-
     width, height = own_size(paths)
     for path in paths:
-        with contextlib.suppress(OSError, ValueError, SyntaxError, Image.DecompressionBombError), Image.open(path) as i:
-            if not (i.mode in ("1", "L") or i.mode.startswith("I;16")):
+        with contextlib.suppress(UserError), identify(path) as image:
+            if not (image.mode in ("1", "L") or image.mode.startswith("I;16")):
                 return 3, height, width
     return 1, height, width
 

@@ -10,18 +10,21 @@ import dataclasses
 import functools
 import io
 import os
+import struct
 import tarfile
+import warnings
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, BinaryIO, overload
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from urrl.errors import UserError
+from urrl.errors import UserError, one_line
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -120,21 +123,42 @@ class _Batches(torch.utils.data.Dataset):
         return F.interpolate(images.float(), scale_factor=scale, mode="area").round().to(torch.uint8)
 
 
+FORMATS = ("PNG", "JPEG", "GIF", "BMP", "WEBP", "TIFF", "PPM")  # Pillow would start Ghostscript for some others
+
+
+def identify(source: Path | BinaryIO) -> Image.Image:
+    """An image whose header alone is read yet; of one that cannot be read or is absurdly large, UserError."""
+    from PIL import Image
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", Image.DecompressionBombWarning)  # from 90 million pixels
+            return Image.open(source, formats=FORMATS)
+    except FileNotFoundError:
+        raise UserError("no such file") from None
+    except (*_UNREADABLE, Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
+        raise UserError(f"not an image that can be read ({one_line(error)})") from None
+
+
+_UNREADABLE = (OSError, ValueError, SyntaxError, EOFError, IndexError, TypeError, KeyError, OverflowError, MemoryError,
+               struct.error, zlib.error, RuntimeError)  # fmt: skip  # what Pillow raises on damaged files
+
+
 def open_image(source: Path | bytes, size: tuple[int, int], name: object = None) -> Image.Image:
     """A grey or RGB image, upright, scaled until it covers the size (width, height) and cropped in the middle."""
     from PIL import Image, ImageOps
 
     try:
-        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
+        with identify(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
             upright = ImageOps.exif_transpose(image)
             if upright.mode.startswith("I;16"):
                 upright = Image.fromarray((np.asarray(upright) >> 8).astype(np.uint8))
             grey = upright.mode in ("1", "L")
             return ImageOps.fit(upright.convert("L" if grey else "RGB"), size)
-    except FileNotFoundError:
-        raise UserError(f"{name or source}: no such file") from None
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise UserError(f"{name or source}: not an image that can be read ({error})") from None
+    except UserError as error:
+        raise UserError(f"{name or source}: {error}") from None
+    except _UNREADABLE as error:
+        raise UserError(f"{name or source}: not an image that can be read ({one_line(error)})") from None
 
 
 def _pixels(source: Path | bytes, name: str, size: tuple[int, int, int]) -> np.ndarray:
