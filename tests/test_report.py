@@ -174,7 +174,10 @@ def test_any_folder_with_runs(tmp_path):
     [
         (lambda d: None, ["no such folder"]),
         (lambda d: d.mkdir(), ["no run below"]),
-        (lambda d: (d / "a").mkdir(parents=True) or (d / "a" / "config.json").write_text("{"), ["config.json", "damaged"]),
+        (
+            lambda d: (d / "a").mkdir(parents=True) or (d / "a" / "config.json").write_text("{"),
+            ["config.json", "damaged"],
+        ),
     ],
 )
 def test_bad_folders_are_refused(tmp_path, make, words):

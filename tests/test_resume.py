@@ -11,13 +11,12 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.runs import PAPER, TINY, assert_same, call, outcome, tree, unfinished
+from tests.runs import PAPER, RECORDER, TINY, assert_same, call, flip, outcome, tree, unfinished
 from urrl import checkpoint
 from urrl.methods import Step
 from urrl.methods.urrl import URRL
@@ -98,44 +97,6 @@ def test_killed_again_and_again(tmp_path, ema, moments):
     assert_same(outcome(tmp_path / "killed"), outcome(tmp_path / "whole"))
 
 
-class Recorder:
-    """Copies a run's folder before each of its file operations: what a kill -9 at that moment would leave.
-    An audit hook sees every open, rename and removal, and cannot be taken away again: there is one, asleep."""
-
-    folder: Path | None = None
-    seen: dict | None = None
-    copies: list[Path]
-
-    def __init__(self) -> None:
-        sys.addaudithook(self.hear)
-
-    def hear(self, event: str, arguments: tuple) -> None:
-        if self.folder is None or event not in ("open", "os.rename", "os.remove", "os.mkdir"):
-            return
-        path = arguments[0]
-        if not (isinstance(path, (str, os.PathLike)) and Path(path).is_relative_to(self.folder)):
-            return
-        folder, self.folder = self.folder, None  # do not hear the copying
-        copy = folder.with_name(f"{folder.name}-{len(self.copies):02}")
-        if folder.exists() and tree(folder) != self.seen:
-            self.seen = tree(folder)
-            self.copies.append(Path(shutil.copytree(folder, copy)))
-            for part in copy.glob("*.part"):  # of another process than the one that resumes
-                part.rename(part.with_name(part.name.replace(f".{os.getpid()}.", ".1.")))
-        self.folder = folder
-
-    @contextmanager
-    def recording(self, folder: Path):
-        self.folder, self.seen, self.copies = folder, None, []
-        try:
-            yield self.copies
-        finally:
-            self.folder = None
-
-
-RECORDER = Recorder()
-
-
 def test_killed_between_any_two_file_operations(whole, tmp_path):
     with RECORDER.recording(tmp_path / "run") as copies:
         assert call(*TINY, "--out", tmp_path / "run").code == 0
@@ -159,15 +120,6 @@ def test_a_torn_line_of_metrics_is_mended(whole, tmp_path):
 
 
 # ---- damaged ---------------------------------------------------------------------------------------------
-
-
-def flip(position: int):
-    def damage(content: bytes) -> bytes:
-        changed = bytearray(content)
-        changed[position if position >= 0 else len(content) // 2] ^= 1
-        return bytes(changed)
-
-    return damage
 
 
 DAMAGES = {

@@ -9,6 +9,7 @@ rate that makes all sets likeliest.
 from __future__ import annotations
 
 import base64
+import glob
 import io
 import json
 import os
@@ -31,7 +32,7 @@ from urrl.data.files import load_source
 from urrl.data.own import data_sha256
 from urrl.errors import UserError
 from urrl.evaluate import infer
-from urrl.files import read_json, write_json, write_text
+from urrl.files import alive, read_json, write_json, write_text
 from urrl.functional import softmax_on
 from urrl.knn import cosine_topk
 from urrl.likelihood import estimate_mu, log_given
@@ -165,6 +166,9 @@ def audit(folder: Path, out: Path, form: str = "csv", data_dir: Path | None = No
         "suspects": len(suspects(found.issues)),
         "missing": round(float(found.issues["evidence"].mean()), 4),  # expected share of sets without the true label
     }
+    for left in out.parent.glob(f"{glob.escape(out.name)}.*.part"):
+        if not alive(left.name.split(".")[-2]):  # killed in the middle
+            shutil.rmtree(left)
     unfinished = out.with_name(f"{out.name}.{os.getpid()}.part")
     unfinished.mkdir(parents=True)
     try:

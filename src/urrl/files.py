@@ -51,6 +51,19 @@ def write_atomic(path: Path, write: Callable[[BinaryIO], object]) -> None:
             os.close(folder)
 
 
+def alive(pid: str) -> bool:
+    """Whether a process of this machine has that number; anything that is no number is taken for one that lives."""
+    if not pid.isdecimal():
+        return True
+    try:
+        os.kill(int(pid), 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except OSError:
+        return True
+    return True
+
+
 def write_text(path: Path, text: str) -> None:
     write_atomic(path, lambda file: file.write(text.encode()))
 
