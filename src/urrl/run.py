@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import json
 import math
 import os
@@ -176,15 +175,8 @@ def pick_device(name: str) -> torch.device:
 def build_method(run: Run, shape: tuple[int, ...], given: CandidateSets, device: str) -> Method:
     """The method with its network, freshly initialised by the run's seed, on its device."""
     t = run.training
-    build = functools.partial(build_network, t.net, shape, given.n_classes, t.width, t.embed_dim, t.head)
-    with torch.device("meta"):  # takes no memory
-        size = sum(4 * p.numel() for p in build().parameters())
-    # gradients and momentum take as much each
-    if hasattr(os, "sysconf") and 3 * size > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
-        raise UserError(f"net {t.net} of width {t.width} and embed_dim {t.embed_dim} has {size / 1e9:.0f} GB, too much "
-                        "for this machine")  # fmt: skip
     torch.manual_seed(derive_seed(run.seed, "weights"))
-    net = build()
+    net = build_network(t.net, shape, given.n_classes, t.width, t.embed_dim, t.head)
     if len(shape) == 3:
         net = net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # twice as fast on CPUs
     method = METHODS[run.method](net, given, run.options).to(pick_device(device))

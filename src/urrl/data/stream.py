@@ -132,6 +132,7 @@ def identify(source: Path | BinaryIO) -> Image.Image:
 
     try:
         with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             warnings.simplefilter("error", Image.DecompressionBombWarning)  # from 90 million pixels
             return Image.open(source, formats=FORMATS)
     except FileNotFoundError:
@@ -149,7 +150,8 @@ def open_image(source: Path | bytes, size: tuple[int, int], name: object = None)
     from PIL import Image, ImageOps
 
     try:
-        with identify(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
+        with identify(io.BytesIO(source) if isinstance(source, bytes) else source) as image, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of damaged metadata
             upright = ImageOps.exif_transpose(image)
             if upright.mode.startswith("I;16"):
                 upright = Image.fromarray((np.asarray(upright) >> 8).astype(np.uint8))

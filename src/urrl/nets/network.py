@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -53,4 +55,10 @@ def build_network(name: str, shape: tuple[int, ...], n_classes: int, width: int,
     if (name == "mlp") != (len(shape) == 1):
         kind = "feature vectors" if len(shape) == 1 else "images"
         raise UserError(f"net {name!r} does not take {kind}; choose {'mlp' if len(shape) == 1 else 'fast'}")
+    with torch.device("meta"):  # takes no memory
+        size = sum(4 * p.numel() for p in Network(NETS[name](shape, width), n_classes, embed_dim, head).parameters())
+    # Gradients and momentum take as much each.
+    if hasattr(os, "sysconf") and 3 * size > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
+        raise UserError(f"net {name} of width {width} and embed_dim {embed_dim} has {size / 1e9:.0f} GB, too much for "
+                        "this machine")  # fmt: skip
     return Network(NETS[name](shape, width), n_classes, embed_dim, head)
