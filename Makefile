@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN = .venv/bin
 
-.PHONY: demo test bench clean
+.PHONY: demo test bench torture clean
 
 demo: .venv/ready
 	$(BIN)/urrl demo
@@ -16,6 +16,10 @@ test: .venv/ready
 bench: .venv/ready
 	$(BIN)/python -m pip install --quiet -e '.[bench]'
 	$(BIN)/python benchmarks/run.py
+
+# An hour of kills, full disks, damage, hostile files and fuzzing; `make test` has a short version of the same.
+torture: .venv/ready
+	URRL_TORTURE=docs/results/torture.json $(BIN)/python -m pytest tests/torture --timeout 7200
 
 .venv/ready: pyproject.toml
 	$(PYTHON) -m venv .venv
