@@ -74,6 +74,14 @@ def bench(*arguments: object, engine=Inline):
 # ---- what a grid holds -----------------------------------------------------------------------------------
 
 
+def test_settings_of_the_command_line_hold_for_every_cell(tmp_path):
+    (tmp_path / "grid.toml").write_text('dataset = "digits"\nset.width = [4, 8]\nset.phi = [0.6, 0.7]')
+    cells = read_grid(str(tmp_path / "grid.toml"), {}, None, {"width": 2})
+    assert [(c.run.training.width, c.run.options.phi) for c in cells] == [(2, 0.6), (2, 0.7)]
+    cells = read_grid("paper:phi", {"dataset": ["fmnist"], "seed": [0]}, None, {"width": 2})
+    assert len(cells) == 5 and {c.run.training.width for c in cells} == {2}
+
+
 @pytest.mark.parametrize("dataset", paper.ACCURACY)
 def test_tables_of_the_paper(dataset):
     cells = read_grid(f"paper:{dataset}", {})
