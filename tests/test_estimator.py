@@ -49,7 +49,7 @@ def blobs(n=240, C=3, d=5, eta=0.3, mu=0.2, seed=0):
 @pytest.fixture(scope="module")
 def fitted():
     x, rows, _ = blobs()
-    return URRLClassifier(epochs=12, validation_fraction=0.1, random_state=0).fit(x, rows)
+    return URRLClassifier(epochs=20, validation_fraction=0.1, random_state=0).fit(x, rows)
 
 
 def test_what_a_fit_leaves(fitted):
@@ -64,7 +64,7 @@ def test_what_a_fit_leaves(fitted):
     given = np.array([[name in row for name in fitted.classes_] for row in rows])
     assert (given <= S).all() and (l[~S] == 0).all()
     assert ((fitted.added_ >= 0) == (S & ~given)).all() and (S & ~given).any()  # some sets were corrected
-    assert [record["epoch"] for record in fitted.history_] == list(range(12))
+    assert [record["epoch"] for record in fitted.history_] == list(range(20))
     merit = [record["val_likelihood"] for record in fitted.history_]
     assert merit[fitted.best_epoch_] == max(merit) and fitted.history_[0]["val_accuracy"] is None
     assert fitted.noise_.rows > 0.9 * len(x) and 0 < fitted.noise_.mu.low < 0.25

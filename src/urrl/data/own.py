@@ -21,6 +21,7 @@ from urrl.errors import UserError
 if TYPE_CHECKING:
     from PIL import Image
 
+LARGEST = 1e30  # of a feature: its square must be a number too
 SIDE = 32  # of images that are read from files and differ in size, in pixels
 
 
@@ -61,16 +62,17 @@ def _features(array: np.ndarray) -> Tensor:
     if array.dtype.kind not in "fiub":
         try:
             array = array.astype(np.float64)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise UserError(f"features are numbers ({error})") from None
     if array.dtype != np.float32:
         array = array.astype(np.float64)
     if not array.size:
         raise UserError(f"there are no features: the array is {array.shape}")
-    wrong = (~np.isfinite(array)).nonzero()
+    wrong = (~(np.abs(array) <= LARGEST)).nonzero()
     if len(wrong[0]):
         row, column = int(wrong[0][0]), int(wrong[1][0])
-        what = "NaN" if np.isnan(array[row, column]) else "inf"
+        value = array[row, column]
+        what = "NaN" if np.isnan(value) else "inf" if np.isinf(value) else f"{value:g}, too large to be scaled"
         raise UserError(f"row {row}: feature {column} is {what} ({len(np.unique(wrong[0]))} such rows)")
     return torch.from_numpy(np.ascontiguousarray(array))
 
@@ -113,7 +115,7 @@ def own_shape(paths: Iterable[Path]) -> tuple[int, int, int]:
     width, height = own_size(paths)
     for path in paths:
         with contextlib.suppress(UserError), identify(path) as image:
-            if not (image.mode in ("1", "L") or image.mode.startswith("I;16")):
+            if not (image.mode in ("1", "L") or image.mode.startswith("I")):
                 return 3, height, width
     return 1, height, width
 

@@ -153,8 +153,8 @@ def open_image(source: Path | bytes, size: tuple[int, int], name: object = None)
         with identify(io.BytesIO(source) if isinstance(source, bytes) else source) as image, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of damaged metadata
             upright = ImageOps.exif_transpose(image)
-            if upright.mode.startswith("I;16"):
-                upright = Image.fromarray((np.asarray(upright) >> 8).astype(np.uint8))
+            if upright.mode.startswith("I"):  # 16 bits, which older versions of Pillow keep in 32
+                upright = Image.fromarray((np.asarray(upright).clip(0, 65535) >> 8).astype(np.uint8))
             grey = upright.mode in ("1", "L")
             return ImageOps.fit(upright.convert("L" if grey else "RGB"), size)
     except UserError as error:
