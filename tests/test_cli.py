@@ -306,6 +306,10 @@ def test_saved_sets_that_do_not_fit(tmp_path):
     assert_refused(call(*TINY, "--candidates", "half.npz", "--out", "run"), "half.npz")
     # With another seed the split is another: the sets would be those of other items.
     assert_refused(call(*TINY, "--candidates", "sets.npz", "--seed", "1", "--out", "run"), "seed")
+    call("generate", *CELL, "--split", "fold:1", "--out", "fold.npz")
+    before = tree(tmp_path)
+    assert_refused(call(*TINY, "--candidates", "fold.npz", "--out", "run"), "split fold:1", "split paper")
+    assert_refused(call(*TINY, "--candidates", "sets.npz", "--mu", "0.1", "--out", "run"), "--mu")
     assert tree(tmp_path) == before
 
 

@@ -116,6 +116,45 @@ def test_tables(form):
         load_source({"table": f"t.{form}", "features": "x*", "candidates": "sets"})
 
 
+def test_candidates_from_another_table():
+    """As an audit writes them."""
+    frame = table(6)
+    frame.to_parquet("t.parquet")
+    frame[["item", "labels"]].rename(columns={"labels": "candidates"})[::-1].to_csv("cleaned.csv", index=False)
+    loaded = load_source({"table": "t.parquet", "features": "x*", "candidates": "cleaned.csv"})
+    assert names_of(loaded) == names_of(load_source({"table": "t.parquet", "features": "x*", "candidates": "labels"}))
+    np.savez("o.npz", x=np.eye(6), item=frame["item"].to_numpy(str))
+    assert names_of(load_source({"npz": "o.npz", "candidates": "cleaned.csv"})) == names_of(loaded)
+    frame.rename(columns={"labels": "candidates"})[1:].to_csv("cleaned.csv", index=False)
+    with pytest.raises(UserError, match=r"t.parquet, row 0: the item 'r0' is not in cleaned.csv"):
+        load_source({"table": "t.parquet", "features": "x*", "candidates": "cleaned.csv"})
+
+
+def test_classes_that_are_numbers():
+    np.savez("o.npz", x=np.eye(4), candidates=[3, 4, 3, 4])
+    assert names_of(load_source({"npz": "o.npz", "classes": ["3", "4", "5"]})) == [[3], [4], [3], [4]]
+
+
+def test_bad_images_are_found_before_they_are_streamed():
+    folder_of_images()
+    Path("images/2.png").write_bytes(b"no image")
+    with pytest.raises(UserError, match=r"labels.csv, line 4: .*2.png: not an image"):
+        load_source({**IMAGES, "stream": True})
+    loaded = load_source({**IMAGES, "stream": True, "skip_bad": True})
+    assert len(loaded.skipped) == 1 and len(loaded.items) == len(loaded.dataset.x) == 5
+
+
+def test_labels_of_annotators_are_words():
+    """A blank is none, "a|b" are two, and blanks around a word are not a part of it."""
+    folder_of_images(2)
+    write_labels([("0.png", "ann", "cat "), ("0.png", "bob", "dog|cat"), ("1.png", "ann", "dog")],
+                 ("item", "annotator", "label"))  # fmt: skip
+    assert names_of(load_source(IMAGES)) == [["cat", "dog"], ["dog"]]
+    write_labels([("0.png", "ann", "cat"), ("1.png", "ann", " ")], ("item", "annotator", "label"))
+    with pytest.raises(UserError, match="row 1: the label is missing"):
+        load_source(IMAGES)
+
+
 def test_lists_in_parquet():
     frame = table(4).assign(labels=[["a|b", "c"], ["c"], None, ["d"]])
     frame.to_parquet("t.parquet")
@@ -243,7 +282,6 @@ def test_damaged_files():
     (["--images", "images"], "--candidates"),
     (["--npz", "o.npz", "--eta", "0.3"], "--eta does not go with --npz"),
     (["--npz", "o.npz", "--subset", "3"], "--subset"),
-    (["--npz", "o.npz", "--candidates", "x"], "--candidates does not go with --npz"),
     (["--dataset", "digits", "--features", "x"], "--features does not go with --dataset"),
     (["--dataset", "digits", "--skip-bad"], "--skip-bad does not go with --dataset"),
     (["--npz", "o.npz", "--recipe", "paper"], "--recipe paper"),

@@ -38,7 +38,7 @@ def test_a_run_without_truth(tmp_path, method):
     assert 0 <= result["val_approximated"] <= result["val_covering"] <= 1
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert result["best_epoch"] == max(range(3), key=lambda epoch: (records[epoch]["val_likelihood"], epoch))
-    assert result["eta"] is None and run.data_sha256 == data_sha256(data.x)
+    assert result["eta"] is None and run.data_sha256 == data_sha256(data)
     _, _, policy, classes, shape = load_model(tmp_path / "run")
     assert isinstance(policy, Features) and policy == data.augment
     assert classes == ["a", "b", "c"] and shape == (6,)

@@ -170,7 +170,9 @@ def test_rates_of_drawn_sets_do_not_apply_to_own_ones(monkeypatch: pytest.Monkey
         "generate", "--dataset", "lost", "--data-dir", ".", "--mu", "0.5", "--split", "fold:2", "--out", "s.npz"
     )
     assert done.code == 0
-    assert CandidateSets.load(Path("s.npz")).about == {"mu": 0.5, "convention": "swap", "seed": 0}
+    assert CandidateSets.load(Path("s.npz")).about == {
+        "mu": 0.5, "convention": "swap", "seed": 0, "dataset": "lost", "split": "fold:2", "subset": None,
+    }  # fmt: skip
 
 
 @pytest.mark.skipif(not REAL, reason="URRL_DATA does not name a folder with the real sets")

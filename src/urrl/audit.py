@@ -132,7 +132,7 @@ def audit_run(folder: Path, data_dir: Path | None = None, device: str = "auto") 
     if config.get("source"):
         loaded = load_source(config["source"])
         dataset, names = loaded.dataset, loaded.items
-        if data_sha256(dataset.x) != config["data_sha256"]:
+        if data_sha256(dataset) != config["data_sha256"]:
             raise UserError(f"{folder}: the data is not what the run was trained on any more")
         splits = hold_out(dataset, float(config["split"].removeprefix("holdout ")), config["seed"])
     else:
@@ -164,6 +164,7 @@ def audit(folder: Path, out: Path, form: str = "csv", data_dir: Path | None = No
         "method": found.config["method"],
         "items": len(found.issues),
         "suspects": len(suspects(found.issues)),
+        "own": found.config.get("source") is not None,  # a user's own files
         "missing": round(float(found.issues["evidence"].mean()), 4),  # expected share of sets without the true label
     }
     for left in out.parent.glob(f"{glob.escape(out.name)}.*.part"):

@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import math
 import os
 import re
 import sys
@@ -22,7 +23,7 @@ from typing import Any
 
 from urrl import paper
 from urrl.config import RECIPES, Run, parse_settings, resolve
-from urrl.data import load
+from urrl.data import default_split, load
 from urrl.engines import ENGINES, Engine
 from urrl.errors import Busy, UserError
 from urrl.files import locked, read_json, write_json
@@ -31,13 +32,14 @@ from urrl.progress import clock
 from urrl.run import make_run, make_sets
 
 GRIDS = ("paper:fmnist", "paper:cifar10", "paper:cifar100", "paper:ablation", "paper:phi", "paper:tsne")
+MOST = 100_000  # cells of a grid
 DEATHS = 2  # how often a run whose worker died is begun again
 
 # The keys of a grid file, with their types and the defaults of `train` (None: it depends on the data). Seeds come first
 # in the product: a grid that is stopped early has one seed of everything rather than all seeds of something.
 KEYS: dict[str, tuple[type, Any]] = {
     "seed": (int, 0), "dataset": (str, None), "eta": (float, None), "mu": (float, None), "convention": (str, None),
-    "split": (str, "paper"), "subset": (int, None), "candidates": (str, None), "recipe": (str, "fast"),
+    "split": (str, None), "subset": (int, None), "candidates": (str, None), "recipe": (str, "fast"),
     "epochs": (int, None), "method": (str, "urrl"),
 }  # fmt: skip
 
@@ -73,7 +75,9 @@ def make_cell(values: dict[str, Any], settings: dict[str, Any], data_dir: Path |
         return Cell(make_run(**arguments)[0], arguments)
     config = METHODS[method].Config
     cell |= {key: default for key, default in (("eta", 0.3), ("mu", 0.3), ("convention", "paper")) if cell[key] is None}
-    return Cell(resolve(v["dataset"], method, v["recipe"], config, settings, split=v["split"], **cell), arguments)
+    return Cell(
+        resolve(v["dataset"], method, v["recipe"], config, settings, split=v["split"] or "paper", **cell), arguments
+    )
 
 
 def _absolute(path: str | Path | None) -> str | None:
@@ -147,7 +151,7 @@ def file_grid(path: Path, given: dict[str, list[Any]], data_dir: Path | None, ov
     try:
         text = path.read_text(encoding="utf-8")
         content = tomllib.loads(text)
-    except (OSError, ValueError) as error:  # tomllib names the line
+    except (OSError, ValueError, RecursionError) as error:  # tomllib names the line
         raise UserError(f"{path}: {error}") from None
 
     def refuse(key: str, problem: str) -> UserError:
@@ -175,6 +179,9 @@ def file_grid(path: Path, given: dict[str, list[Any]], data_dir: Path | None, ov
     if "dataset" not in axes:
         raise UserError(f"{path}: there is no dataset")
     axes = {key: axes[key] for key in KEYS if key in axes}
+    total = math.prod(map(len, (axes | options).values()))
+    if total > MOST:
+        raise UserError(f"{path}: the grid would have {total} cells, and {MOST} are the most")
     cells = []
     for chosen in itertools.product(*axes.values(), *options.values()):
         values = dict(zip([*axes, *options], chosen))
@@ -200,7 +207,7 @@ def check_data(cells: list[Cell]) -> None:
     for (name, data_dir), same in _by(large, "dataset_name", "data_dir").items():
         dataset = load(name, data_dir)
         for split, subset, eta, mu, convention in _by(same, "split_kind", "subset", "eta", "mu", "convention"):
-            make_sets(dataset, split, subset, eta, mu, convention, seed=0)
+            make_sets(dataset, split or default_split(dataset), subset, eta, mu, convention, seed=0)
 
 
 def _by(cells: list[Cell], *keys: str) -> dict[tuple[Any, ...], list[Cell]]:
@@ -229,8 +236,8 @@ def bench(args: argparse.Namespace) -> None:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if args.jobs < 1:
         raise UserError(f"--jobs must be at least 1, not {args.jobs}")
-    if args.seeds is not None and args.seeds < 1:
-        raise UserError(f"--seeds must be at least 1, not {args.seeds}")
+    if args.seeds is not None and not 1 <= args.seeds <= MOST:
+        raise UserError(f"--seeds must be from 1 to {MOST}, not {args.seeds}")
     if args.engine not in ENGINES:
         raise UserError(f"--engine must be one of {', '.join(ENGINES)}, not {args.engine!r}")
     threads = args.threads or max(1, cores // args.jobs)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from urrl.errors import UserError, one_line
-from urrl.files import UNREADABLE, read_npz, write_atomic
+from urrl.files import UNREADABLE, read_npz, refuse_bomb, write_atomic
 from urrl.seeding import generator
 
 
@@ -81,7 +81,8 @@ class CandidateSets:
             bits, about = file["bits"], json.loads(str(file["about"]))
             if n < 1 or n_classes < 2 or bits.dtype != np.uint8 or len(bits) != (n * n_classes + 7) // 8:
                 raise ValueError("shape and content disagree")
-            mask = np.unpackbits(bits, count=n * n_classes).reshape(n, n_classes).astype(bool)
+            refuse_bomb(path, n * n_classes)
+            mask = np.unpackbits(bits, count=n * n_classes).reshape(n, n_classes).view(bool)
             recorded = about.pop("sha256")
         except UserError:
             raise

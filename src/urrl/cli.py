@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import os
 import shlex
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import urrl
-from urrl.errors import Lost, UserError, one_line
+from urrl.errors import Lost, UserError, one_line, printable
 
 TRAIN_EXAMPLES = """examples:
   urrl train --dataset digits --eta 0.3 --mu 0.3                   URRL, half a minute, no download
@@ -138,8 +139,8 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument(
         "--candidates",
         metavar="FILE",
-        help="sets saved by `urrl generate`; with --images a table with the columns item, candidates; "
-        "with --table the column that has them",
+        help="sets saved by `urrl generate`; of your own data a table with the columns item, candidates; "
+        "with --table also the column that has them",
     )
     sub.add_argument("--out", type=Path, metavar="DIR", help="the run's folder (default runs/DATASET-METHOD-...)")
     sub.add_argument(
@@ -215,6 +216,9 @@ def parser() -> argparse.ArgumentParser:
 def main() -> int:
     """The program: one line and exit code 2 for a user's mistake, never a traceback for it."""
     arguments = sys.argv[1:]
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # the name of a file may be nothing that a terminal shows
     try:
         with _processes():
             parsed = parser().parse_args(arguments)
@@ -235,7 +239,7 @@ def main() -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
-        print(f"urrl: {error.filename or 'file'}: {error.strerror or error}", file=sys.stderr)
+        print(f"urrl: {printable(error.filename or 'file')}: {printable(error.strerror or error)}", file=sys.stderr)
         return 2
     except (MemoryError, RuntimeError) as error:
         if not isinstance(error, MemoryError) and "memory" not in str(error):
@@ -289,7 +293,7 @@ def _train(args: argparse.Namespace) -> None:
     else:
         run, dataset, splits, sets = distributed.in_turn(lambda: make_run(
             args.dataset, args.method, args.recipe, settings, eta=args.eta, mu=args.mu, convention=args.convention,
-            seed=args.seed, split_kind=args.split or "paper", subset=args.subset, data_dir=args.data_dir,
+            seed=args.seed, split_kind=args.split, subset=args.subset, data_dir=args.data_dir,
             candidates=Path(args.candidates) if args.candidates else None,
         ))  # fmt: skip
     rates = [f"{rate}{value}" for rate, value in (("eta", run.eta), ("mu", run.mu)) if value is not None]
@@ -316,7 +320,7 @@ _TAKES = {  # where the data comes from, and which other options go with it
     "dataset": ("eta", "mu", "convention", "split", "subset", "data_dir", "candidates"),
     "images": ("candidates", "classes", "skip_bad", "stream"),
     "table": ("features", "candidates", "classes", "skip_bad"),
-    "npz": ("classes", "skip_bad"),
+    "npz": ("candidates", "classes", "skip_bad"),
 }
 
 
@@ -331,15 +335,15 @@ def _source(args: argparse.Namespace) -> dict[str, Any] | None:
             raise UserError(f"--{name.replace('_', '-')} does not go with --{way}")
     if way == "dataset":
         return None
-    if "candidates" in _TAKES[way] and args.candidates is None:
+    if way != "npz" and args.candidates is None:
         what = "a table with the columns item and candidates" if way == "images" else "the column that has them"
         raise UserError(f"--{way} takes --candidates: {what}")
     if args.recipe != "fast":
         raise UserError(f"--recipe {args.recipe}: on your own data the settings are those of 'fast', after its size")
     source = {way: str(getattr(args, way).resolve()), **{name: getattr(args, name) for name in _TAKES[way]}}
-    if way == "images":
+    if way == "images" or (args.candidates and Path(args.candidates).is_file()):
         source["candidates"] = str(Path(args.candidates).resolve())
-    return source | {"classes": args.classes.split(",") if args.classes else None}
+    return source | {"classes": [name.strip() for name in args.classes.split(",")] if args.classes else None}
 
 
 def _list_skipped(skipped: list[str]) -> None:
@@ -391,14 +395,15 @@ def _report(args: argparse.Namespace) -> None:
 
 
 def _generate(args: argparse.Namespace) -> None:
-    from urrl.data import load
+    from urrl.data import default_split, load
     from urrl.evaluate import true_in_set
     from urrl.run import make_sets
 
     if args.out.exists():
         raise UserError(f"{args.out}: exists; nothing was changed")
     dataset = load(args.dataset, args.data_dir)
-    splits, sets = make_sets(dataset, args.split or "paper", args.subset, args.eta, args.mu, args.convention, args.seed)
+    kind = args.split or default_split(dataset)
+    splits, sets = make_sets(dataset, kind, args.subset, args.eta, args.mu, args.convention, args.seed)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     sets.save(args.out)
     print(f"{len(sets)} sets of {sets.n_classes} classes, mean size {sets.mean_size:.2f}, "
@@ -424,7 +429,7 @@ def _audit(args: argparse.Namespace) -> None:
     print(f"""{found["suspects"]} of {found["items"]} candidate sets probably miss the true label
 look at           {args.out / "index.html"}
 all, worst first  {args.out}/issues.{args.format}
-cleaned labels    {args.out}/cleaned.{args.format}   (training takes it as --candidates)""")
+cleaned labels    {args.out}/cleaned.{args.format}{"   (training takes it as --candidates)" if found["own"] else ""}""")
 
 
 def _export(args: argparse.Namespace) -> None:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from urrl.errors import UserError
 
 T = TypeVar("T")
+LARGEST = 1e30  # single precision holds little more
 
 
 def option(default: Any, doc: str, low: float | None = None, high: float | None = None,
@@ -27,7 +28,7 @@ class Training:
     width: int = option(64, "channels of the first stage", 1, 4096)
     embed_dim: int = option(50, "size d of the embedding q", 1, 65536)
     head: str = option("linear", "embedding head", choices=("linear", "mlp"))
-    epochs: int = option(500, "passes over the training part", 1, 100_000)
+    epochs: int = option(500, "passes over the training part", 1, 32_767)
     batch_size: int = option(256, "items a step", 2, 1_000_000)
     lr: float = option(0.05, "highest learning rate", 0)
     warmup: float = option(0.0, "share of all steps in which the learning rate climbs to its highest", 0, 1)
@@ -85,10 +86,10 @@ def build(config: type[T], values: dict[str, Any]) -> T:
         f = fields[name]
         kind = {"int": int, "float": float, "bool": bool, "str": str}[str(f.type)]
         if kind is float and type(value) is int:
-            value = float(value)
+            value = float(value) if abs(value) <= LARGEST else math.inf
         if type(value) is not kind:
             raise UserError(f"option {name} takes {_ARTICLE[kind]}, not {value!r}")
-        if isinstance(value, float) and not math.isfinite(value):
+        if isinstance(value, float) and not abs(value) <= LARGEST:
             raise UserError(f"option {name} takes a finite number, not {value}")
         low, high, choices = (f.metadata[key] for key in ("low", "high", "choices"))
         if kind in (int, float) and not ((low is None or value >= low) and (high is None or value <= high)):
@@ -115,7 +116,7 @@ def parse_settings(settings: list[str]) -> dict[str, Any]:
             raise UserError(f"--set {name} is given twice")
         try:
             values[name] = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             values[name] = text
     return values
 

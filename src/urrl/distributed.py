@@ -59,7 +59,10 @@ def job() -> Iterator[None]:
     _rank, _world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if local_rank() < torch.cuda.device_count():
         torch.cuda.set_device(local_rank())
-    timeout = timedelta(seconds=float(os.environ.get("URRL_TIMEOUT", 600)))
+    try:
+        timeout = timedelta(seconds=float(os.environ.get("URRL_TIMEOUT", 600)))
+    except (ValueError, OverflowError):
+        raise UserError(f"URRL_TIMEOUT is a number of seconds, not {os.environ['URRL_TIMEOUT']!r}") from None
     store, *_ = next(dist.rendezvous("env://", timeout=timeout))
     store = dist.PrefixStore(f"start {restarts()}", store)  # else a job that is started again finds the dead one's keys
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"

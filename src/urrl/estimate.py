@@ -66,8 +66,8 @@ def _kind(cell: Cell) -> str:
 def count_flops(cell: Cell) -> float:
     """Of the whole run, from two epochs on very few items."""
     a = cell.arguments
-    items = cell.run.subset or len(split(load(a["dataset_name"], a["data_dir"]), a["split_kind"], 0).train)
-    tiny = a | {"subset": TINY, "settings": a["settings"] | {"epochs": 2}, "candidates": None}
+    items = cell.run.subset or len(split(load(a["dataset_name"], a["data_dir"]), cell.run.split, 0).train)
+    tiny = a | {"subset": TINY, "settings": a["settings"] | {"epochs": 2, "lr": 0.0}, "candidates": None}
     run, dataset, splits, sets = make_run(**tiny)
     with tempfile.TemporaryDirectory() as folder:
         splits = dataclasses.replace(splits, test=splits.val)

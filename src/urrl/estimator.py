@@ -31,6 +31,7 @@ from urrl.noise import noise_by_vote
 from urrl.parse import parse_candidates
 from urrl.progress import Progress
 from urrl.run import build_method, learn, make_own_run, pick_device
+from urrl.train import Diverged
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -96,7 +97,11 @@ class PartialLabelClassifier(ClassNamePrefixFeaturesOutMixin, TransformerMixin, 
         policy = find_policy(dataset.augment)
         with self._threads(), _random_state_of_torch_kept():
             method = build_method(run, tuple(x.shape[1:]), given, self.device)
-            state = learn(method, splits, given, policy, run.training, seed, None, False, Progress(not self.verbose))
+            try:
+                show = Progress(not self.verbose)
+                state = learn(method, splits, given, policy, run.training, seed, None, False, show)
+            except Diverged as error:
+                raise UserError(f"{error}; a smaller lr may help") from None
             f = infer(method.net, splits.val.x, policy).logits.cpu().softmax(1) if len(splits.val) else torch.empty(0)
             noise = noise_by_vote(x if x.dim() > 2 else normalise(x, policy), sets.mask)
             l, S, added = _about_labels(method, dataset, splits, f, state.best_epoch)
@@ -155,16 +160,22 @@ class PartialLabelClassifier(ClassNamePrefixFeaturesOutMixin, TransformerMixin, 
 
     def _settings(self) -> dict[str, Any]:
         own = {name: getattr(self, name) for name in ("epochs", "batch_size", "lr", "width")}
-        return {name: value for name, value in own.items() if value is not None} | (self.options or {})
+        chosen = {name: value for name, value in own.items() if value is not None} | dict(self.options or {})
+        return {name: value.item() if isinstance(value, np.generic) else value for name, value in chosen.items()}
 
     def _items(self, X: Any, fitting: bool) -> Tensor:
+        if type(X).__name__ in ("Column", "Series", "ChunkedArray") or getattr(X, "ndim", 2) == 1:
+            X = list(X)  # images or paths
         images = getattr(X, "ndim", 2) > 2 or (isinstance(X, (list, tuple)) and len(X) and not np.isscalar(X[0])
                                                and np.ndim(X[0]) != 1) or _are_paths(X)  # fmt: skip
         if not images:
-            X = validate_data(
-                self, X, reset=fitting, dtype=(np.float64, np.float32), ensure_all_finite=False,
-                ensure_min_samples=2 if fitting else 1,
-            )  # fmt: skip
+            try:
+                X = validate_data(
+                    self, X, reset=fitting, dtype=(np.float64, np.float32), ensure_all_finite=False,
+                    ensure_min_samples=2 if fitting else 1,
+                )  # fmt: skip
+            except OverflowError as error:
+                raise UserError(f"features are numbers ({error})") from None
         x = as_items(X, None if fitting or len(self.shape_) == 1 else (self.shape_[2], self.shape_[1]))
         if images and fitting:
             self.n_features_in_ = int(np.prod(x.shape[1:]))
@@ -194,7 +205,10 @@ class PartialLabelClassifier(ClassNamePrefixFeaturesOutMixin, TransformerMixin, 
     def _threads(self) -> Iterator[None]:
         before = torch.get_num_threads()
         if self.n_jobs is not None:
-            torch.set_num_threads(self.n_jobs if self.n_jobs > 0 else os.cpu_count() or 1)
+            if not isinstance(self.n_jobs, (int, np.integer)):
+                raise UserError(f"n_jobs is a whole number, not {self.n_jobs!r}")
+            cores = os.cpu_count() or 1  # torch dies of far too many threads, without a word
+            torch.set_num_threads(min(int(self.n_jobs), cores) if self.n_jobs > 0 else cores)
         try:
             yield
         finally:

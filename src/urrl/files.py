@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import pickle
+import struct
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
@@ -24,8 +25,9 @@ except ImportError:  # Windows: nothing keeps two processes apart there
     fcntl = None  # type: ignore[assignment]
 
 # What numpy, scipy, torch, zipfile and json raise on a damaged or foreign file.
-UNREADABLE = (OSError, ValueError, KeyError, EOFError, AttributeError, TypeError, RuntimeError, MemoryError,
-              zlib.error, zipfile.BadZipFile, pickle.UnpicklingError)  # fmt: skip
+UNREADABLE = (OSError, ValueError, LookupError, EOFError, AttributeError, TypeError, RuntimeError, MemoryError,
+              ArithmeticError, AssertionError, SyntaxError, struct.error, zlib.error, zipfile.BadZipFile,
+              pickle.UnpicklingError)  # fmt: skip
 
 # A file that unpacks to more than this, and to more than so many times its own size, is refused as a bomb.
 LARGE, RATIO = 1 << 30, 100
@@ -83,7 +85,10 @@ def unseal(text: str | bytes, where: object) -> dict[str, Any]:
         value = json.loads(text)
         if not isinstance(value, dict):
             raise ValueError("not an object")
+        last = next(reversed(value.values()), None)
         seal = value.pop("sha256", None)
+        if seal is None and isinstance(last, str) and len(last) == 64:
+            raise ValueError("its checksum has another name")
         if seal is not None and seal != _digest(value):
             raise ValueError("its checksum does not match")
     except (ValueError, RecursionError) as error:
@@ -103,7 +108,7 @@ def _digest(value: dict[str, Any]) -> str:
 
 
 def refuse_bomb(path: Path, unpacked: int) -> None:
-    if unpacked > max(LARGE, RATIO * path.stat().st_size):
+    if unpacked > max(LARGE, RATIO * os.path.getsize(path)):
         raise UserError(f"{path}: refused, it would unpack to {unpacked / 1e9:.1f} GB")
 
 
@@ -113,7 +118,10 @@ def read_npz(path: Path) -> dict[str, np.ndarray]:
         with zipfile.ZipFile(path) as packed:
             refuse_bomb(path, sum(member.file_size for member in packed.infolist()))
         with np.load(path, allow_pickle=False) as file:
-            return dict(file)
+            arrays = dict(file)
+        if not arrays or not all(isinstance(array, np.ndarray) for array in arrays.values()):
+            raise ValueError("a member is no array")
+        return arrays
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
     except UserError:

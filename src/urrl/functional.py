@@ -14,15 +14,18 @@ def uniform_on(S: Tensor) -> Tensor:
 
 
 def softmax_on(S: Tensor, logits: Tensor) -> Tensor:
-    """softmax restricted to S and renormalised there: exact zeros outside, no underflow to an empty row."""
-    return logits.float().masked_fill(~S, -torch.inf).softmax(1)
+    """softmax restricted to S and renormalised there: exact zeros outside, no underflow to an empty row, not even where
+    all logits on S are infinite."""
+    largest = torch.finfo(torch.float32).max
+    return logits.float().clamp(-largest, largest).masked_fill(~S, -torch.inf).softmax(1)
 
 
 def renormalise_on(S: Tensor, p: Tensor) -> Tensor:
     """p restricted to S and rescaled to sum 1; where p has no mass left on S, uniform on S."""
-    kept = p * S
+    kept = p.float() * S
     mass = kept.sum(1, keepdim=True)
-    return torch.where(mass > 0, kept / mass.clamp_min(torch.finfo(p.dtype).tiny), uniform_on(S))
+    tiny = torch.finfo(torch.float32).tiny
+    return torch.where(mass >= tiny, kept / mass.clamp_min(tiny), uniform_on(S))
 
 
 def log_one_minus_softmax(logits: Tensor) -> Tensor:
@@ -55,10 +58,16 @@ def kl_to(logits: Tensor, target: Tensor) -> Tensor:
     return soft_cross_entropy(logits, target) - entropy(target)
 
 
+def draw_lambda(alpha: float) -> Tensor:
+    """From Beta(alpha, alpha). Single precision has no room for others: of a smaller alpha it draws 1/2, not 0 or 1."""
+    alpha = min(max(alpha, 1e-5), 1e30)
+    return torch.distributions.Beta(alpha, alpha).sample()
+
+
 def mixup(x: Tensor, target: Tensor, alpha: float) -> tuple[Tensor, Tensor]:
     """Items and targets mixed with random partners of the batch: one lambda from Beta(alpha, alpha), the larger part
     the item's own."""
-    lam = torch.distributions.Beta(alpha, alpha).sample().to(x.device)
+    lam = draw_lambda(alpha).to(x.device)
     lam = torch.maximum(lam, 1 - lam)
     partner = torch.randperm(len(target)).to(x.device)
     return lam * x + (1 - lam) * partners(x, partner), lam * target + (1 - lam) * target[partner]

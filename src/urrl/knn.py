@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from urrl.distributed import world
+
 EXACT = 300_000**2  # pairs compared, beyond which a CPU asks faiss, if it is installed
 BUFFER = 2**23  # scores held at once, in numbers: 32 MB
 GROUP = 16
@@ -23,7 +25,7 @@ def cosine_topk(q: Tensor, k: int, rows: Tensor | None = None) -> Iterator[tuple
     n = len(q)
     k = min(k, n - 1)
     rows = torch.arange(n, device=q.device) if rows is None else rows
-    if n * len(rows) > EXACT and q.device.type == "cpu" and find_spec("faiss"):
+    if n * len(rows) * world() > EXACT and q.device.type == "cpu" and find_spec("faiss"):
         yield from indexed_topk(q, k, rows)
     else:
         yield from _exact(q, k, rows)

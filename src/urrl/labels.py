@@ -126,7 +126,7 @@ class Rows:
         row, place = self._places(rows.flatten())
         where = row.div(k, rounding_mode="floor") * self.shape[1] + self.of.column[place]
         sums.index_add_(0, where, self._entries(place) * weights.flatten()[row])
-        return sums.view(b, -1)
+        return sums.view(b, self.shape[1])
 
     def _entries(self, place: Tensor | slice = slice(None)) -> Tensor:
         if self.name == "S":

@@ -54,15 +54,16 @@ def predict_file(folder: Path, path: Path, out: Path, device: str = "auto", skip
 
     def write(file: Any) -> None:
         nonlocal written
-        text = io.TextIOWrapper(file, "utf-8", newline="")
-        rows = csv.writer(text, lineterminator="\n")
+        text = io.TextIOWrapper(file, "utf-8", "backslashreplace", newline="")  # the name of a file may be no text
+        rows, quoted = (csv.writer(text, lineterminator="\n", quoting=q) for q in (csv.QUOTE_MINIMAL, csv.QUOTE_ALL))
         rows.writerow(["item", "label", "confidence"])
         with bar(path.name, total, quiet) as advance:
             for items, x in chunks:
                 if len(x):
                     confidence, label = infer(net, x, policy, training.flip_test).logits.softmax(1).max(1)
                     for item, c, p in zip(items, label.tolist(), confidence.tolist()):
-                        rows.writerow([protect(str(item)), names[c], f"{p:.4f}"])
+                        cells = [protect(str(item)), names[c], f"{p:.4f}"]
+                        (quoted if "\r" in cells[0] + cells[1] else rows).writerow(cells)
                 written += len(items)
                 advance(len(items))
         text.detach()

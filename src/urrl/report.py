@@ -14,7 +14,7 @@ import re
 import statistics
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from urrl import paper
 from urrl.errors import UserError
 from urrl.files import read_json, write_text
 from urrl.progress import clock
+from urrl.tables import protect
 from urrl.train import read_history
 
 NAMES = {
@@ -44,13 +45,17 @@ class Entry:
     result: dict[str, Any] | None = None
     error: str | None = None
     history: list[dict[str, Any]] = field(default_factory=list)
+    study: bool = False  # there for the ablation or for phi only
 
     @property
     def setting(self) -> tuple[Any, ...]:
         """What the runs of one table have in common."""
         c, t = self.config, self.config["training"]
         split = c["split"].partition(":")[0]  # the folds are repetitions
-        return (c["dataset"], c["recipe"], t["net"], t["width"], t["epochs"], c["subset"], c["convention"], split)
+        data = (c.get("data_sha256") or "")[:6]  # a user's own
+        learned = (t["batch_size"], t["lr"]) if t["net"] == "mlp" else (None, None)  # of features the size decides
+        return (c["dataset"], c["recipe"], t["net"], t["width"], t["epochs"], *learned, c["subset"], c["convention"],
+                split, data)  # fmt: skip
 
     @property
     def rates(self) -> tuple[float, float]:
@@ -101,8 +106,13 @@ def find_runs(root: Path) -> list[Entry]:
     if not root.is_dir():
         raise UserError(f"{root}: no such folder")
     found: dict[Path, Entry] = {}
+    problems: list[str] = []
     for path in sorted(root.rglob("config.json")):
-        config = read_json(path)
+        try:
+            config = read_json(path)
+        except UserError as error:
+            problems.append(f"{error}; the run is left out")
+            continue
         if {"dataset", "method", "training", "options"} <= config.keys():
             found[path.parent] = _entry(path.parent, config)
     for plan in sorted(root.rglob("grids/*.json")):
@@ -111,8 +121,14 @@ def find_runs(root: Path) -> list[Entry]:
             if folder not in found:
                 found[folder] = _entry(folder, cell)
     if not found:
-        raise UserError(f"{root}: no run below this folder (no config.json)")
-    return list(found.values())
+        raise UserError(problems[0] if problems else f"{root}: no run below this folder (no config.json)")
+    for problem in problems:
+        _say(problem)
+    entries = []
+    for same in groups(found.values(), lambda e: (e.setting, e.rates)).values():
+        several = len({label(e.config) for e in same if is_study(e.config)}) > 1  # one alone is compared with nothing
+        entries += [replace(e, study=several and is_study(e.config)) for e in same]
+    return sorted(entries, key=lambda e: e.folder)
 
 
 def _entry(folder: Path, config: dict[str, Any]) -> Entry:
@@ -162,7 +178,7 @@ def label(config: dict[str, Any]) -> str:
 
 
 def is_study(config: dict[str, Any]) -> bool:
-    """Whether the run is there for the ablation or for phi only."""
+    """Whether the run differs from others in a part of URRL or in phi alone."""
     _, differs = variant(config)
     return config["method"] == "urrl" and bool(differs) and differs.keys() <= {*PARTS, "phi"}
 
@@ -238,8 +254,10 @@ def printed_value(entry: Entry) -> paper.Value | None:
 
 
 def setting_title(setting: tuple[Any, ...]) -> str:
-    dataset, recipe, net, width, epochs, subset, convention, split = setting
+    dataset, recipe, net, width, epochs, batch, lr, subset, convention, split, data = setting
     parts = [dataset, f"recipe {recipe} ({net} {width})", f"{epochs} epochs"]
+    parts += [f"batches of {batch}, lr {lr:g}"] if lr is not None else []
+    parts += [f"data {data}"] if data else []
     parts += [f"{subset} items"] if subset else []
     parts += [f"sets {convention}"] if convention not in ("paper", None) else []
     parts += [f"split {split}"] if split != "paper" else []
@@ -256,7 +274,7 @@ Grid = dict[tuple[float, float], dict[str, Figure]]  # (eta, mu) -> label -> fig
 
 def accuracy_grid(entries: list[Entry]) -> Grid:
     """Of one setting, the studies left out; what nobody has planned is missing as well."""
-    entries = sorted((e for e in entries if not is_study(e.config)), key=_rank)
+    entries = sorted((e for e in entries if not e.study), key=_rank)
     rows = sorted({e.rates for e in entries})
     grid: Grid = {row: {} for row in rows}
     for name, same in groups(entries, lambda e: label(e.config)).items():
@@ -284,7 +302,8 @@ def accuracy_table(grid: Grid) -> Table:
         "Test accuracy in percent",
         ["η", "μ", *names],
         rows,
-        "Mean ± standard deviation over the seeds, best in bold; then the paper's value and ours minus it.",
+        "Mean ± standard deviation over the seeds, best in bold; then the paper's value and ours minus it. Here the "
+        "compared methods run as their own authors meant them, which the paper did not always do: see docs/methods.md.",
     )
 
 
@@ -314,7 +333,7 @@ def significance_table(grid: Grid) -> Table | None:
 
 def cost_table(entries: list[Entry]) -> Table | None:
     """Over the cells that every method has finished."""
-    finished = sorted((e for e in entries if e.result and not is_study(e.config)), key=_rank)
+    finished = sorted((e for e in entries if e.result and not e.study), key=_rank)
     by_label = groups(finished, lambda e: label(e.config))
     if not by_label:
         return None
@@ -437,7 +456,7 @@ def _legend(drawn: Any, axes: list[Any]) -> None:
 
 def curves(entries: list[Entry]) -> Picture | None:
     plt = _pyplot()
-    some = sorted((e for e in entries if e.history and not is_study(e.config)), key=_rank)
+    some = sorted((e for e in entries if e.history and not e.study), key=_rank)
     some = [e for e in some if e.history[-1].get("val_accuracy") is not None]
     if not some:
         return None
@@ -459,7 +478,7 @@ def over_epochs(
 ) -> Picture | None:
     """A row of panels for each method that has the quantities (key -> axis, factor), a line for each cell."""
     plt = _pyplot()
-    some = sorted((e for e in entries if e.history and not is_study(e.config)), key=_rank)
+    some = sorted((e for e in entries if e.history and not e.study), key=_rank)
     some = [e for e in some if all(e.history[-1].get(key) is not None for key in quantities)]
     by_label = groups(some, lambda e: label(e.config))
     if not by_label:
@@ -584,7 +603,7 @@ def sections(root: Path, entries: list[Entry], data_dir: Path | None) -> list[Se
             "an untrained network puts all items close together, which counts as compact: the curves begin high.",
         ))  # fmt: skip
         made.append(Section(setting_title(setting), [part for part in parts if part]))
-    planned = {root / cell["folder"] for plan in sorted(root.glob("grids/*.json"))
+    planned = {plan.parents[1] / cell["folder"] for plan in sorted(root.rglob("grids/*.json"))
                if (held := read_json(plan))["grid"] == "paper:tsne" for cell in held["cells"]}  # fmt: skip
     if pictured := [e for e in entries if e.folder in planned and e.result]:
         try:
@@ -661,7 +680,9 @@ def comma_separated(entries: list[Entry]) -> str:
                           for k in ("train_flops", "seconds"))  # fmt: skip
         row = [f.mean, f.std, *(f.printed or (None, None)), f.difference]
         known = [None if rate < 0 else rate for rate in rates]
-        rows.writerow([setting_title(setting), c["dataset"], *known, c["method"], name, len(f.by_seed), f.planned,
+        words = (protect(str(word)) for word in (setting_title(setting), c["dataset"], c["method"], name))
+        title, dataset, method, shown = words
+        rows.writerow([title, dataset, *known, method, shown, len(f.by_seed), f.planned,
                        *("" if v is None else f"{v:.4f}" for v in row), flops, seconds])  # fmt: skip
     return text.getvalue()
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import math
 import os
 import shutil
 import time
@@ -20,7 +19,7 @@ import urrl
 from urrl import checkpoint, distributed
 from urrl.candidates import CandidateSets, generate, make_unreliable
 from urrl.config import Run, Training, by_size, resolve
-from urrl.data import Dataset, Splits, hold_out, load, split
+from urrl.data import Dataset, Splits, default_split, hold_out, load, split
 from urrl.data.augment import AnyPolicy, find_policy
 from urrl.data.own import data_sha256
 from urrl.errors import UserError
@@ -31,35 +30,41 @@ from urrl.nets import Network, build_network
 from urrl.plots import draw_curves
 from urrl.progress import Progress
 from urrl.seeding import derive_seed
-from urrl.train import State, fit
+from urrl.train import State, count_batches, fit
 
 
 def make_run(
     dataset_name: str, method: str, recipe: str, settings: dict[str, Any], *, eta: float | None = None,
-    mu: float | None = None, seed: int = 0, convention: str | None = None, split_kind: str = "paper",
+    mu: float | None = None, seed: int = 0, convention: str | None = None, split_kind: str | None = None,
     subset: int | None = None, data_dir: Path | None = None, candidates: Path | None = None,
 ) -> tuple[Run, Dataset, Splits, CandidateSets]:  # fmt: skip
     """A run, checked, with its data and candidate sets. The sets depend on the cell alone, not on the method; those of
     data that brings its own are not drawn: eta, mu and convention are then None."""
     method = method_name(method)
+    if candidates is not None and (eta, mu, convention) != (None, None, None):
+        raise UserError(f"{candidates}: saved sets have their rates: --eta, --mu and --convention do not go with them")
 
     def resolved(base: dict[str, Any] | None = None) -> Run:
         return resolve(
             dataset_name, method, recipe, METHODS[method].Config, settings, base, eta=None, mu=None, convention=None,
-            seed=seed, split=split_kind, subset=subset,
+            seed=seed, split=split_kind or "", subset=subset,
         )  # fmt: skip
 
     resolved()  # settings that cannot be are refused before the data is read
     dataset = load(dataset_name, data_dir)
+    split_kind = split_kind or default_split(dataset)
     if candidates is None:
         splits, sets = make_sets(dataset, split_kind, subset, eta, mu, convention, seed)
     else:
         splits, sets = split(dataset, split_kind, seed, subset), CandidateSets.load(candidates)
     if len(splits.train) < 2:
         raise UserError("training takes at least 2 items")
-    run = resolved(
-        by_size(len(splits.train), tuple(splits.train.x.shape[1:]), method) if splits.train.x.dim() == 2 else None
-    )
+    base = None
+    if splits.train.x.dim() == 2:  # features
+        base = (
+            by_size(len(splits.train), tuple(splits.train.x.shape[1:]), method) if recipe == "fast" else {"net": "mlp"}
+        )
+    run = resolved(base)
     origin: dict[str, Any] = {key: sets.about.get(key) for key in ("eta", "mu", "convention")}
     run = dataclasses.replace(run, **origin)
     if candidates is None:
@@ -68,9 +73,10 @@ def make_run(
         n, c = sets.mask.shape
         raise UserError(f"{candidates}: {n} sets of {c} classes, but the training part has {len(splits.train)} items "
                         f"of {len(dataset.classes)} classes (were --split, --seed or --subset others?)")  # fmt: skip
-    drawn_for = sets.about.get("seed", seed)
-    if drawn_for != seed:  # the seed is the split's too: the sets would meet other items
-        raise UserError(f"{candidates}: drawn with seed {drawn_for}, for other items than those of seed {seed}")
+    here = {"dataset": dataset_name, "split": split_kind, "subset": subset, "seed": seed}  # the seed is the split's too
+    for key, value in here.items():
+        if (drawn_for := sets.about.get(key, value)) != value:
+            raise UserError(f"{candidates}: drawn for the items of {key} {drawn_for}, not for those of {key} {value}")
     return dataclasses.replace(run, sets_sha256=sets.sha256), dataset, splits, sets
 
 
@@ -80,10 +86,12 @@ def make_sets(
 ) -> tuple[Splits, CandidateSets]:  # fmt: skip
     """(splits, candidate sets of the training part): drawn for the true labels, or those that came with the data; of
     these a share mu loses the true label, in the validation part too."""
+    which = {"dataset": dataset.name, "split": split_kind, "subset": subset}  # the items that they are for
     if dataset.S is None:
         splits = split(dataset, split_kind, seed, subset)
         eta, mu = (0.3 if rate is None else rate for rate in (eta, mu))
-        return splits, generate(splits.train.truth, len(dataset.classes), eta, mu, convention or "paper", seed)
+        drawn = generate(splits.train.truth, len(dataset.classes), eta, mu, convention or "paper", seed)
+        return splits, CandidateSets(drawn.mask, {**drawn.about, **which})
     if eta is not None or convention is not None:
         raise UserError(f"{dataset.name} brings its own candidate sets: --eta and --convention do not apply "
                         "(--mu M swaps true labels out of them)")  # fmt: skip
@@ -92,7 +100,7 @@ def make_sets(
         own = make_unreliable(own, dataset.truth, mu, seed)
     splits = split(dataclasses.replace(dataset, S=own.mask), split_kind, seed, subset)
     assert splits.train.S is not None
-    return splits, CandidateSets(splits.train.S, {**own.about, "seed": seed})
+    return splits, CandidateSets(splits.train.S, {**own.about, "seed": seed, **which})
 
 
 def make_own_run(
@@ -111,7 +119,7 @@ def make_own_run(
     run = resolve(
         dataset.name, method, "fast", METHODS[method].Config, settings, by_size(n, shape, method), eta=None, mu=None,
         convention=None, seed=seed, split=f"holdout {validation:g}", subset=None, sets_sha256=sets.sha256,
-        data_sha256=data_sha256(dataset.x),
+        data_sha256=data_sha256(dataset),
     )  # fmt: skip
     return run, splits, sets
 
@@ -163,7 +171,7 @@ def pick_device(name: str) -> torch.device:
         raise UserError(f"more processes than the {gpus} GPUs of this machine; start {gpus}, or add --device cpu")
     if name != "auto":
         try:
-            torch.empty(0, device=name)
+            torch.zeros(1, device=name).item()
         except (RuntimeError, AssertionError) as error:
             raise UserError(f"device {name!r} cannot be used here ({str(error).splitlines()[0]})") from None
         return torch.device(name)
@@ -209,7 +217,7 @@ def train(run: Run, dataset: Dataset, splits: Splits, sets: CandidateSets, folde
     shape = tuple(splits.train.x.shape[1:])
     method = build_method(run, shape, given, device)
     net = method.net
-    smallest = len(splits.train.x) // math.ceil(len(splits.train.x) / t.batch_size)
+    smallest = len(splits.train.x) // count_batches(len(splits.train.x), t.batch_size)
     if (world := distributed.world()) > 1 and smallest < 2 * world and not t.sync_bn:
         raise UserError(f"{smallest} items a batch leave some of {world} processes fewer than 2, too few for batch "
                         f"normalisation: --set sync_bn=true normalises over all processes")  # fmt: skip

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from urrl.errors import UserError, one_line
@@ -22,8 +23,9 @@ from urrl.files import UNREADABLE, refuse_bomb, write_atomic, write_text
 from urrl.parse import SEPARATOR
 
 FORMATS = ("csv", "parquet", "json")
-FORMULA = re.compile(r"'*[=+\-@\t\r]")
-ESCAPED = re.compile(r"'+[=+\-@\t\r]")
+FORMULA = re.compile(r"'*[=+\-@\t\r\ufeff]")  # the last is a mark at the start of a file, which readers drop
+ESCAPED = re.compile(r"'+[=+\-@\t\r\ufeff]")
+BATCH = 4096  # rows of a .parquet that are unpacked at once
 CHUNK = 20_000  # rows of a .csv that are held as text at once
 
 
@@ -37,13 +39,30 @@ def unprotect(text: str) -> str:
 
 def write_table(frame: pd.DataFrame, path: Path) -> None:
     """A column of lists stays one in .parquet and .json; in .csv its cells are "a|b"."""
-    if path.suffix == ".csv":
-        text = frame.apply(lambda column: column if column.dtype.kind in "biuf" else column.map(_cell))
-        write_text(path, text.to_csv(index=False, lineterminator="\n"))
-    elif path.suffix == ".parquet":
-        write_atomic(path, lambda file: frame.to_parquet(file, index=False))
-    else:
-        write_text(path, frame.to_json(orient="records", force_ascii=False, indent=1))
+    try:
+        if path.suffix == ".csv":
+            write_text(path, _as_csv(frame))
+        elif path.suffix == ".parquet":
+            write_atomic(path, lambda file: frame.to_parquet(file, index=False))
+        else:
+            write_text(path, _as_json(frame))
+    except UnicodeEncodeError as error:
+        raise UserError(f"{path}: a name is no text that a file can hold ({error})") from None
+
+
+def _as_csv(frame: pd.DataFrame) -> str:
+    text = frame.apply(lambda column: column if column.dtype.kind in "biuf" else column.map(_cell))
+    text.columns = [protect(str(name)) for name in frame]
+    written: str = text.to_csv(index=False, lineterminator="\n")
+    if "\r" in written:  # which Python takes for an end of the line, but does not quote by itself
+        written = text.to_csv(index=False, lineterminator="\n", quoting=csv.QUOTE_NONNUMERIC)
+    return written
+
+
+def _as_json(frame: pd.DataFrame) -> str:
+    """A list of records. pandas writes their values alone: it cuts names off at a NUL."""
+    rows = json.loads(frame.to_json(orient="values", double_precision=15))
+    return json.dumps([dict(zip(map(str, frame), row)) for row in rows], ensure_ascii=False, indent=1)
 
 
 def _cell(value: Any) -> str:
@@ -64,15 +83,13 @@ def read_table(path: Path, numbers: Callable[[list[str]], Collection[str]] = lam
         if path.suffix == ".csv":
             return _read_csv(path, numbers, skipped)
         if path.suffix == ".parquet":
-            held = pq.read_metadata(path)
-            columns = range(held.num_columns)
-            groups = [held.row_group(g) for g in range(held.num_row_groups)]
-            refuse_bomb(path, 8 * sum(group.column(c).num_values for group in groups for c in columns))
-            frame = pd.read_parquet(path)
+            frame = _read_parquet(path)
         elif path.suffix == ".json":
             frame = pd.DataFrame(json.loads(path.read_text("utf-8")))
         else:
             raise UserError(f"{path}: a table is a file that ends with .{', .'.join(FORMATS)}")
+        if not frame.columns.is_unique or not all(isinstance(name, str) for name in frame):
+            raise ValueError("its columns should have names, each another")
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
     except UserError:
@@ -80,6 +97,21 @@ def read_table(path: Path, numbers: Callable[[list[str]], Collection[str]] = lam
     except UNREADABLE as error:
         raise UserError(f"{path}: not a table ({one_line(error)})") from None
     return frame.set_axis(pd.RangeIndex(len(frame), name="row"))
+
+
+def _read_parquet(path: Path) -> pd.DataFrame:
+    """In small batches, because lists may be of any length. What the metadata says of a column is not asked for: where
+    it is damaged, pyarrow ends the process."""
+    batches, size = [], 0
+    with pq.ParquetFile(path) as file:
+        refuse_bomb(path, 8 * file.metadata.num_rows * file.metadata.num_columns)
+        for batch in file.iter_batches(BATCH):
+            size += batch.nbytes
+            refuse_bomb(path, size)
+            batches.append(batch)
+        table = pa.Table.from_batches(batches, file.schema_arrow)
+    table.validate(full=True)  # that text is text, among others
+    return table.to_pandas()
 
 
 def _read_csv(path: Path, numbers: Callable[[list[str]], Collection[str]], skipped: list[str] | None) -> pd.DataFrame:
@@ -113,12 +145,21 @@ def _read_csv(path: Path, numbers: Callable[[list[str]], Collection[str]], skipp
 def _chunk(names: list[str], rows: list[list[str]], places: list[int], numeric: set[str]) -> pd.DataFrame:
     columns = dict(zip(names, zip(*rows))) if rows else dict.fromkeys(names, ())
     held = {
-        name: pd.to_numeric(pd.Series(list(cells), dtype=object), errors="coerce").to_numpy(np.float64)
+        name: as_numbers(pd.Series(list(cells), dtype=object))
         if name in numeric
         else np.array([unprotect(cell) if cell[:1] == "'" else cell for cell in cells], dtype=object)
         for name, cells in columns.items()
     }
     return pd.DataFrame(held, index=pd.Index(places, name="line"))
+
+
+def as_numbers(cells: pd.Series) -> np.ndarray:
+    """(n,), nan where a cell is no number."""
+    try:
+        numbers = pd.to_numeric(cells, errors="coerce")
+    except (OverflowError, TypeError, ValueError):  # a whole number beyond all floats, a list
+        numbers = pd.to_numeric(cells.map(str), errors="coerce")
+    return numbers.to_numpy(np.float64)
 
 
 def refuse(message: str, skipped: list[str] | None) -> None:

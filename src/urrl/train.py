@@ -88,7 +88,7 @@ def fit(method: Method, x: Items, policy: AnyPolicy, training: Training, seed: i
         write_text(folder / "metrics.jsonl", "".join(map(line_of, state.history)))
 
     method.total_epochs = training.epochs
-    steps = math.ceil(len(x) / training.batch_size)
+    steps = count_batches(len(x), training.batch_size)
     show.start(training.epochs, steps, state.epoch)
     if state.epoch == 0:
         began = time.perf_counter()
@@ -133,7 +133,7 @@ def fit(method: Method, x: Items, policy: AnyPolicy, training: Training, seed: i
             if (number % 20 == 0 or number == steps - 1) and not math.isfinite(loss := float(sums["loss"])):
                 raise Diverged(f"the loss became {loss} in epoch {epoch + 1} (learning rate {rate:.4g})")
             show.step()
-        if not all(bool(torch.isfinite(p).all()) for p in net.parameters()):
+        if not all(bool(torch.isfinite(t).all()) for t in net.state_dict().values()):
             raise Diverged(f"the weights overflowed in epoch {epoch + 1} (learning rate {rate:.4g})")
         distributed.average_statistics(method, judged)
         trained = time.perf_counter()
@@ -220,11 +220,16 @@ def _merit(exam: dict[str, Any], epoch: int) -> float:
     return next((float(merit) for merit in merits if merit is not None), float(epoch))
 
 
+def count_batches(n: int, size: int) -> int:
+    """Of at least two items each: one alone has no batch statistics."""
+    return max(1, min(math.ceil(n / size), n // 2))
+
+
 def batches(x: Items, policy: AnyPolicy, views: tuple[str, ...], size: int, rng: torch.Generator) -> Iterator[Batch]:
     """Every item once, in a random order, in batches of as equal a size as can be (a last batch of one item would
     break batch normalisation). Of several processes each has the views of its share."""
     order = torch.randperm(len(x), generator=rng)
-    indices = order.tensor_split(math.ceil(len(x) / size))
+    indices = order.tensor_split(count_batches(len(x), size))
     shares = [distributed.share(len(index)) for index in indices]
     for index, own, rows in zip(indices, shares, rows_of(x, [index[own] for index, own in zip(indices, shares)])):
         yield Batch(index.to(x.device), make_views(rows, views, policy, rng, Rows(own, len(index))))

@@ -28,15 +28,24 @@ def principal_components(x: Tensor, d: int, whiten: bool = False) -> Tensor:
     x = x.flatten(1).float()
     some = x[:: max(1, len(x) // 10_000)]
     mean = some.mean(0)
-    variance, axes = torch.linalg.eigh((some - mean).T @ (some - mean) / len(some))  # ascending
+    variance, axes = _eigh((some - mean).T @ (some - mean) / len(some))
     z = (x - mean) @ axes[:, -d:]
-    return z / (variance[-d:] + 1e-4 * variance[-1]).sqrt() if whiten else z
+    return z / (variance[-d:] + 1e-4 * variance[-1]).clamp_min(1e-30).sqrt() if whiten else z
+
+
+def _eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues, ascending, and vectors. Single precision need not converge where most of a matrix is zero."""
+    try:
+        return torch.linalg.eigh(matrix)
+    except torch.linalg.LinAlgError:
+        values, vectors = torch.linalg.eigh(matrix.cpu().double())
+        return values.to(matrix), vectors.to(matrix)
 
 
 def patch_features(x: Tensor, filters: int = 128, side: int = 6) -> Tensor:
     """Images (n, ch, H, W) uint8 -> (n, 8 filters): single-layer features after Coates & Ng. The filters are random
-    patches of the images themselves in the whitened space of patches; responses are rectified both ways and pooled
-    over quadrants."""
+    patches of the images themselves, at most as many as there are, in the whitened space of patches; responses are
+    rectified both ways and pooled over quadrants."""
     rng = torch.Generator().manual_seed(0)
     images = x[torch.randperm(len(x), generator=rng)[:4000].to(x.device)].float() / 255
     patches = F.unfold(images, side, stride=side).transpose(1, 2).flatten(0, 1)  # (many, ch side side)
@@ -45,10 +54,10 @@ def patch_features(x: Tensor, filters: int = 128, side: int = 6) -> Tensor:
     patches = patches - patches.mean(1, keepdim=True)
     patches = patches / (patches.var(1, keepdim=True) + floor).sqrt()
     mean = patches.mean(0)
-    variance, axes = torch.linalg.eigh((patches - mean).T @ (patches - mean) / len(patches))
+    variance, axes = _eigh((patches - mean).T @ (patches - mean) / len(patches))
     whiten = axes @ torch.diag((variance + 0.1).rsqrt()) @ axes.T
     bank = F.normalize((patches[:filters] - mean) @ whiten, dim=1) @ whiten  # (filters, ch side side)
-    kernel = (bank - bank.mean(1, keepdim=True)).view(filters, -1, side, side)
+    kernel = (bank - bank.mean(1, keepdim=True)).view(len(bank), -1, side, side)
     features = []
     for part in x.split(500):
         z = part.float() / 255

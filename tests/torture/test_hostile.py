@@ -207,7 +207,7 @@ def test_images_that_end_too_early_or_are_bent(tmp_path, form, times, count):
     Image.fromarray(rng.integers(0, 256, (12, 12, 3), dtype=np.uint8)).save(buffer, form)
     content, errors, read = buffer.getvalue(), 0, 0
     for _ in range(times(40, 2000)):
-        bent = bytearray(content[: rng.choice([len(content), rng.integers(1, len(content) + 1)])])
+        bent = bytearray(content[: rng.choice([len(content), int(rng.integers(1, len(content) + 1))])])
         for place in rng.integers(0, len(bent), rng.integers(0, 4)):
             bent[place] = rng.integers(256)
         try:

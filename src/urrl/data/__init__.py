@@ -62,6 +62,11 @@ class Splits:
     test: Part
 
 
+def default_split(dataset: Dataset) -> str:
+    """The paper's, unless the candidate sets of the data leave no choice."""
+    return "official" if dataset.S is not None and dataset.official_test else "paper"
+
+
 def split(dataset: Dataset, kind: str = "paper", seed: int = 0, subset: int | None = None) -> Splits:
     """Split into train, val and test; the same seed gives the same split.
 

@@ -23,6 +23,7 @@ import torch
 from torch import Generator, Tensor
 
 from urrl.distributed import gather
+from urrl.errors import UserError
 
 __all__ = ["POLICIES", "Policy", "make_views", "normalise", "picture", "save_picture", "strong", "weak"]
 
@@ -61,10 +62,14 @@ POLICIES: dict[str, Policy] = {
 def find_policy(augment: str | dict[str, Any] | AnyPolicy) -> AnyPolicy:
     """A policy by its name, from its own fields (of a saved model), or as it is."""
     if isinstance(augment, str):
+        if augment not in POLICIES:
+            raise UserError(f"augment {augment!r} is unknown; there are: {', '.join(POLICIES)}")
         return POLICIES[augment]
     if isinstance(augment, dict):
         values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in augment.items()}
         return Policy(**values) if "flip" in augment else Features(**values)
+    if not isinstance(augment, (Policy, Features)):
+        raise UserError(f"augment is a Policy, Features or the name of one, not {augment!r}")
     return augment
 
 

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from urrl.data.own import as_items, from_arrays, own_shape, own_size, stack_images
 from urrl.data.readers import Dataset
-from urrl.data.stream import from_files, open_image
-from urrl.errors import UserError
+from urrl.data.stream import from_files, identify, open_image
+from urrl.errors import UserError, one_line
 from urrl.files import UNREADABLE, read_npz
 from urrl.parse import from_annotations, parse_candidates
-from urrl.tables import read_table, refuse
+from urrl.tables import as_numbers, read_table, refuse
 
 IMAGES = (".png", ".jpg", ".jpeg", ".gif", ".bmp", ".webp", ".tif", ".tiff", ".pgm", ".ppm")
 
@@ -50,7 +50,8 @@ class Rows(NamedTuple):
 def load_source(source: dict[str, Any]) -> Loaded:
     """What a run on files learns from: {"images": folder, "candidates": table}, {"table": file, "features": patterns or
     names, "candidates": column} or {"npz": file}; "classes": all that there may be; "skip_bad": without bad rows;
-    "stream": images stay in their files."""
+    "stream": images stay in their files. "candidates" of a table or an .npz may also be a table with the columns item
+    and candidates, as an audit writes it."""
     skipped: list[str] = []
     note = skipped if source.get("skip_bad") else None
     features, classes = None, source.get("classes")
@@ -59,13 +60,14 @@ def load_source(source: dict[str, Any]) -> Loaded:
     elif "table" in source:
         rows, features = _table_rows(Path(source["table"]), source["features"], source["candidates"], note)
     else:
-        rows, classes = _npz_rows(Path(source["npz"]), classes)
+        rows, classes = _npz_rows(Path(source["npz"]), classes, source.get("candidates"))
     rows = rows.keep(_first_of_each(rows, note))
     good, S, names = _sets(rows, classes, note)
     rows = rows.keep(good)
     x: Any
     if source.get("stream"):
-        good, x = np.ones(len(rows.x), dtype=bool), from_files(rows.x.tolist(), own_shape(rows.x))
+        good = _readable(rows, note)
+        x = from_files(rows.x[good].tolist(), own_shape(rows.x[good]))
     else:
         good, x = _read_images(rows, note) if rows.x.dtype == object else _finite(rows, features, note)
     if not good.any():
@@ -86,7 +88,7 @@ def _image_rows(folder: Path, labels: Path, note: list[str] | None) -> Rows:
         items, sets = from_annotations(frame["item"], frame["annotator"], frame["label"])
         first = dict(zip(frame["item"][::-1], frame.index[::-1]))
         places = pd.Index([first[item] for item in items], name=frame.index.name)
-        frame = pd.DataFrame({"item": items, "candidates": [sorted(s) for s in sets]}, places)
+        frame = pd.DataFrame({"item": items, "candidates": [sorted(s, key=str) for s in sets]}, places)
     paths = _objects(folder / str(item) for item in _column(frame, "item", labels))
     rows = _rows(frame, _column(frame, "candidates", labels), paths, labels)
     inside = np.array([_below(str(item)) for item in rows.items], dtype=bool)
@@ -103,29 +105,54 @@ def _below(item: str) -> bool:
 def _table_rows(path: Path, features: str | list[str] | None, candidates: str, note: list[str] | None
                 ) -> tuple[Rows, list[str]]:  # fmt: skip
     frame = read_table(path, lambda names: _feature_names(path, names, features, candidates), note)
-    given = _column(frame, candidates, path)
     names = _feature_names(path, list(frame), features, candidates)
-    return _rows(frame, given, _numbers(frame[names]), path), names
+    if candidates not in frame and Path(candidates).is_file():
+        return _with_sets(_rows(frame, frame.index, _numbers(frame[names]), path), Path(candidates), note), names
+    return _rows(frame, _column(frame, candidates, path), _numbers(frame[names]), path), names
 
 
-def _npz_rows(path: Path, classes: Sequence[str] | None) -> tuple[Rows, Sequence[Any] | None]:
+def _with_sets(rows: Rows, path: Path, note: list[str] | None) -> Rows:
+    """Items with the candidates that another table has for them."""
+    labels = read_table(path, skipped=note)
+    items = _column(labels, "item", path).map(str)
+    if items.duplicated().any():
+        raise UserError(f"{path}: the item {items[items.duplicated()].iloc[0]!r} is there twice")
+    of = dict(zip(items, _column(labels, "candidates", path)))
+    known = np.array([str(item) in of for item in rows.items], dtype=bool)
+    for i in (~known).nonzero()[0].tolist():
+        rows.refuse(i, f"the item {str(rows.items[i])!r} is not in {path}", note)
+    kept = rows.keep(known)
+    return kept._replace(candidates=_objects(of[str(item)] for item in kept.items))
+
+
+def _npz_rows(path: Path, classes: Sequence[str] | None, labels: str | None
+              ) -> tuple[Rows, Sequence[Any] | None]:  # fmt: skip
     """x: features (n, d) or uint8 images (n, H, W) or (n, H, W, 3); candidates: labels or "a|b" strings (n,) or a mask
     (n, C); perhaps classes (C,), the names of its columns, and item (n,), the names of the rows."""
     held = read_npz(path)
-    for key in ("x", "candidates"):
+    for key in ("x",) if labels else ("x", "candidates"):
         if key not in held:
             raise UserError(f"{path}: there is no array {key!r}, only {', '.join(map(repr, held))}")
+    for key, most in (("x", 4), ("candidates", 2), ("item", 1), ("classes", 1)):
+        if key in held and not 1 <= held[key].ndim <= most:
+            raise UserError(f"{path}: the array {key!r} has {held[key].ndim} dimensions")
     frame = pd.DataFrame(index=pd.RangeIndex(len(held["x"]), name="row"))
     for key in ("candidates", "item"):
         if key in held and len(held[key]) != len(frame):
             raise UserError(f"{path}: {len(frame)} rows of x, but {len(held[key])} of {key}")
     if "item" in held:
         frame["item"] = held["item"]
+    if labels:
+        return _with_sets(_rows(frame, frame.index, held["x"], path), Path(labels), None), classes
+    if "classes" in held and classes:
+        raise UserError(f"{path}: names its classes itself: --classes does not go with it")
     return _rows(frame, held["candidates"], held["x"], path), held["classes"].tolist() if "classes" in held else classes
 
 
 def _rows(frame: pd.DataFrame, candidates: Any, x: np.ndarray, path: Path) -> Rows:
-    items = frame["item"].to_numpy(object) if "item" in frame else np.arange(len(frame))
+    items = np.arange(len(frame))
+    if "item" in frame:
+        items = _objects(item if isinstance(item, (str, int, float)) else str(item) for item in frame["item"])
     return Rows(f"{path}, {frame.index.name}", frame.index.to_numpy(), items, np.asarray(candidates), x)
 
 
@@ -151,7 +178,7 @@ def _feature_names(path: Path, names: Sequence[str], features: str | list[str] |
 
 def _numbers(frame: pd.DataFrame) -> np.ndarray:
     """(n, d), nan where a cell is no number."""
-    return np.column_stack([pd.to_numeric(frame[name], errors="coerce").to_numpy(np.float64) for name in frame])
+    return np.stack([as_numbers(frame[name]) for name in frame], 1) if len(frame.columns) else np.empty((len(frame), 0))
 
 
 def _objects(values: Iterable[Any]) -> np.ndarray:
@@ -175,25 +202,32 @@ def _first_of_each(rows: Rows, note: list[str] | None) -> np.ndarray:
 def _sets(rows: Rows, classes: Sequence[Any] | None, note: list[str] | None) -> tuple[np.ndarray, Tensor, list[Any]]:
     """(good (n,), S of the good ones, names of the classes). A set that occurs a thousand times is parsed once."""
     good = np.ones(len(rows.items), dtype=bool)
+    if (
+        classes is not None
+        and rows.candidates.dtype.kind in "iu"
+        and all(str(c).removeprefix("-").isdecimal() for c in classes)
+    ):
+        classes = [int(c) for c in classes]
     if rows.candidates.ndim == 2:
         sets, names = parse_candidates(rows.candidates, classes)
         return good, sets.mask, _enough(names, sets.mask)
     cells = _objects(tuple(c) if isinstance(c, (list, np.ndarray)) else c for c in rows.candidates.tolist())
-    code, distinct = pd.factorize(cells, use_na_sentinel=False)
-    left = np.arange(len(distinct))  # the distinct cells that are fine as far as is known
-    while True:
-        try:
-            sets, names = parse_candidates(list(distinct[left]), classes)
-            break
-        except UserError as error:
-            row, colon, problem = str(error).removeprefix("row ").partition(": ")
-            if not (colon and row.isdecimal()):
-                raise
-            for i in (code == left[int(row)]).nonzero()[0]:
-                rows.refuse(i, problem, note)
-            left = np.delete(left, int(row))
-    good = np.isin(code, left)
-    S = sets.mask[torch.from_numpy(np.searchsorted(left, code[good]))]
+    try:
+        code, distinct = pd.factorize(cells, use_na_sentinel=False)
+    except TypeError:  # a list in a list, a dictionary: the parser says so
+        code, distinct = np.arange(len(cells)), cells
+    bad: dict[int, str] = {}
+    problem = None
+    try:
+        sets, names = parse_candidates(list(distinct), classes, bad)
+    except UserError as error:  # of all rows together: one that is wrong by itself is told first
+        problem = error
+    for i in np.isin(code, list(bad)).nonzero()[0].tolist():
+        rows.refuse(i, bad[code[i]], note)
+        good[i] = False
+    if problem is not None:
+        raise problem
+    S = sets.mask[torch.from_numpy(code[good])]
     return good, S, _enough(names, S)
 
 
@@ -203,6 +237,18 @@ def _enough(names: list[Any], S: Tensor) -> list[Any]:
     if bool(S.all()):
         raise UserError("every item names every class: nothing can be learned")
     return names
+
+
+def _readable(rows: Rows, note: list[str] | None) -> np.ndarray:
+    """(n,) whether the head of each image can be read; the whole is, when its turn comes."""
+    good = np.ones(len(rows.x), dtype=bool)
+    for i, path in enumerate(rows.x):
+        try:
+            identify(path).close()
+        except UserError as error:
+            rows.refuse(i, f"{path}: {error}", note)
+            good[i] = False
+    return good
 
 
 def _read_images(rows: Rows, note: list[str] | None) -> tuple[np.ndarray, np.ndarray]:
@@ -223,7 +269,7 @@ def _finite(rows: Rows, features: list[str] | None, note: list[str] | None) -> t
     if rows.x.dtype.kind not in "fiub":
         raise UserError(f"{rows.table} 0: x is an array of numbers, not of {rows.x.dtype}")
     finite = np.isfinite(rows.x)
-    good = finite.reshape(len(finite), -1).all(1)
+    good = finite.all(tuple(range(1, finite.ndim)))
     for i in (~good).nonzero()[0]:
         column = int(finite[i].reshape(-1).argmin())
         rows.refuse(i, f"feature {features[column] if features else column!r} is no finite number", note)
@@ -245,8 +291,12 @@ def items_to_predict(path: Path, shape: tuple[int, ...], features: list[str] | N
             raise UserError(f"{path}: there is no image in it ({', '.join(IMAGES)})")
         return len(files), _image_chunks(path, files, shape, note, chunk)
     if path.suffix in (".npy", ".npz"):
-        x = _checked(path, _array(path), shape)
-        names: list[Any] = list(range(len(x)))
+        array, names = _array(path)
+        x = _checked(path, array, shape)
+        if len(shape) == 1 and len(x):
+            good, values = _finite(Rows(f"{path}, row", np.arange(len(x)), names, names, array), None, note)
+            x, names = as_items(values) if len(values) else x[:0], names[good]
+        names = names.tolist()
     else:
         if features is None:
             raise UserError(f"{path}: the run was not trained on a table")
@@ -272,21 +322,26 @@ def _image_chunks(folder: Path, files: list[Path], shape: tuple[int, ...], note:
         yield names, as_items(stack_images(images)) if images else torch.empty(0, *shape, dtype=torch.uint8)
 
 
-def _array(path: Path) -> np.ndarray:
+def _array(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """(items, their names)."""
     if path.suffix == ".npz":
         held = read_npz(path)
         if "x" not in held:
             raise UserError(f"{path}: there is no array 'x', only {', '.join(map(repr, held))}")
-        return held["x"]
+        array = held["x"]
+        names = held.get("item", np.arange(len(array) if array.ndim else 0))
+        if names.shape != array.shape[:1]:
+            raise UserError(f"{path}: {array.shape} items, but {names.shape} names of them")
+        return array, names
     try:
         array = np.load(path, allow_pickle=False)
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
     except UNREADABLE as error:
-        raise UserError(f"{path}: not an array file ({error})") from None
+        raise UserError(f"{path}: not an array file ({one_line(error)})") from None
     if not isinstance(array, np.ndarray):
         raise UserError(f"{path}: items are one array, not an archive")
-    return array
+    return array, np.arange(len(array) if array.ndim else 0)
 
 
 def _checked(path: Path, array: np.ndarray, shape: tuple[int, ...]) -> Tensor:

@@ -144,10 +144,15 @@ def own_policy(x: Items) -> AnyPolicy:
     return Policy(colour, side // 8, side // 2, colour, tuple(mean.tolist()), tuple(std.tolist()))
 
 
-def data_sha256(x: Items) -> str:
-    """Of the items' shape, type and content; of images that are streamed, of their names."""
+def data_sha256(dataset: Dataset) -> str:
+    """Of the items' shape, type and content, of images that are streamed their names; and of their sets and classes."""
+    x = dataset.x
+    digest = hashlib.sha256(f"{tuple(x.shape)} {dataset.classes}".encode(errors="surrogatepass"))
     if isinstance(x, Streamed):
-        return hashlib.sha256("\n".join(x.names).encode()).hexdigest()
-    digest = hashlib.sha256(f"{tuple(x.shape)} {x.dtype}".encode())
-    digest.update(x.contiguous().numpy().data)
+        digest.update("\n".join(x.names).encode(errors="surrogatepass"))
+    else:
+        digest.update(str(x.dtype).encode())
+        digest.update(x.contiguous().numpy().data)
+    if dataset.S is not None:
+        digest.update(np.packbits(dataset.S.numpy()).data)
     return digest.hexdigest()

@@ -22,7 +22,7 @@ from urrl.config import option
 from urrl.data.stream import Items
 from urrl.distributed import gather, partners, share
 from urrl.errors import UserError
-from urrl.functional import complement_nll, kl_to, renormalise_on, soft_cross_entropy
+from urrl.functional import complement_nll, draw_lambda, kl_to, renormalise_on, soft_cross_entropy
 from urrl.knn import cosine_topk
 from urrl.labels import Rows, row_blocks, weighted_rows
 from urrl.likelihood import log_given
@@ -160,10 +160,11 @@ class URRL(Method):
         mixing keeps the network from memorising what is wrong in l."""
         c = self.config
         l = self.l[batch.index]
-        lam, partner = self._mixing(l)
-        x = batch.views[c.one_view]
-        out = self.forward_view(batch.index, lam * x + (1 - lam) * partners(x, partner))
-        target = lam * l + (1 - lam) * l[partner]
+        x, target = batch.views[c.one_view], l
+        if c.alpha:
+            lam, partner = self._mixing(l)
+            x, target = lam * x + (1 - lam) * partners(x, partner), lam * l + (1 - lam) * l[partner]
+        out = self.forward_view(batch.index, x)
         terms = {}
         if c.use_m:
             terms["m"] = soft_cross_entropy(out.q @ self.z.T / c.tau, target).mean()
@@ -176,7 +177,7 @@ class URRL(Method):
     def _mixing(self, l: Tensor) -> tuple[Tensor, Tensor]:
         """(lambda, partners) for a batch."""
         alpha = self.config.alpha
-        lam = torch.distributions.Beta(alpha, alpha).sample() if alpha else torch.ones(())
+        lam = draw_lambda(alpha) if alpha else torch.ones(())
         return lam.to(l.device), torch.randperm(len(l)).to(l.device)
 
     def refine(self, batch: Batch, step: Step) -> None:
@@ -197,7 +198,7 @@ def class_thresholds(p: Tensor, S: Tensor | Rows) -> Tensor:
         best, label = p[rows].max(1)
         there = S[rows].gather(1, label[:, None]).squeeze(1)
         for power, sums in enumerate((count, total, square)):
-            sums.index_add_(0, label[there], best[there] ** power)
+            sums.index_add_(0, label[there], best[there].float() ** power)
     mean = total / count.clamp_min(1)
     deviation = (square / count.clamp_min(1) - mean**2).clamp_min(0).sqrt()
     return (mean - deviation).clamp_min(0.5)
