@@ -497,6 +497,8 @@ def _recipes(args: argparse.Namespace) -> None:
         print(f"{name:<6} {_first_line(recipe)}")
         for dataset in DATASETS:
             values = ", ".join(f"{k}={v}" for k, v in recipe(dataset, "urrl").items())
+            if name == "fast" and dataset in ("lost", "msrcv2", "birdsong"):
+                values = "net=mlp and a schedule after the number of items, as for your own data"
             print(f"       {dataset:<10} {values or 'all defaults'}")
     print("\noptions of the training (--set KEY=VALUE), with their defaults:")
     for option, kind, default, doc in describe(Training):
