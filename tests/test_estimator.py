@@ -161,6 +161,9 @@ def test_images_paths_and_frames(tmp_path):
         Image.fromarray(image).save(path)
     from_files = URRLClassifier(epochs=1, width=2, random_state=0).fit(paths, digits.target[:12])
     assert from_files.predict([str(path) for path in paths]).shape == (12,)
+    column = type("Column", (list,), {})([Image.open(path) for path in paths])  # as Hugging Face has one
+    for x in (pd.Series(paths), np.array(paths), np.array([str(path) for path in paths]), column):
+        np.testing.assert_array_equal(from_files.predict(x), from_files.predict(paths))
     Image.fromarray(images[0]).resize((50, 40)).save(paths[0])  # of another size than those it was fitted on
     assert from_files.predict([paths[0]]).shape == (1,)
     with pytest.raises(UserError, match=r"takes items of \(1, 8, 8\), these are \(1, 9, 9\)"):

@@ -191,7 +191,7 @@ def test_damage_to_any_file_of_an_unfinished_run(whole, tmp_path, times, count):
     expected, chance = outcome(whole), random.Random(0)
     figures = {"made_again": 0, "refused": 0}
     names = ["last.ckpt", "previous.ckpt", "candidates.npz", "config.json", "metrics.jsonl"]
-    for number in range(times(10, 400)):
+    for number in range(times(10, 200)):
         run = unfinished(whole, tmp_path / f"{number}")
         name = names[number % len(names)]
         (run / name).write_bytes(damaged((run / name).read_bytes(), chance))
@@ -216,7 +216,7 @@ def test_damage_to_any_file_of_a_finished_run(whole, images, tmp_path, times, co
     labels = (tmp_path / "labels.csv").read_bytes()
     figures = {"made_again": 0, "refused": 0, "harmless": 0}
     names = ["result.json", "model.ckpt", "metrics.jsonl", "config.json", "candidates.npz", "last.ckpt"]
-    for number in range(times(12, 300)):
+    for number in range(times(12, 150)):
         place = tmp_path / f"{number}"
         run = Path(shutil.copytree(whole, place / "run"))
         name = names[number % len(names)]
