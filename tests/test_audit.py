@@ -118,6 +118,8 @@ def test_audit_of_a_run(run, form, tmp_path, monkeypatch):
     issues = read_table(Path(f"new/audit/issues.{form}"), lambda names: ["evidence"])
     summary = json.loads(Path("new/audit/summary.json").read_text())
     assert summary["items"] == len(issues) == 400
+    noise = summary["noise"]["missing"]
+    assert 0 <= noise["low"] <= noise["value"] <= noise["high"] <= 1 and f"{noise['value']:.1%}" in done.out
     assert summary["suspects"] == (issues["evidence"] > 0.5).sum() > 20
     part = split(load("digits"), "paper", 0, 400).train
     truth = dict(zip(part.index.tolist(), part.truth.tolist()))

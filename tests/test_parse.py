@@ -54,7 +54,7 @@ def test_names(form):
     sets, classes = parse_candidates(NAMED[form])
     assert classes == ["cat", "dog", "lynx"] and all(type(name) is str for name in classes)
     assert sets.mask.tolist() == WANTED
-    assert sets.unlabelled.tolist() == [False, False, True]
+    assert sets.mask.all(1).tolist() == [False, False, True]
 
 
 @pytest.mark.parametrize("form", MASKS)
@@ -96,7 +96,7 @@ def test_given_classes_fix_the_columns():
     assert classes == ["lynx", "dog", "cat"] and sets.mask.tolist() == [[False, True, True]]
     sets, _ = parse_candidates(["a|b", "c"], classes=["a|b", "c"])  # a name may hold the separator
     assert sets.mask.tolist() == [[True, False], [False, True]]
-    assert parse_candidates([[], []], classes=["a", "b"])[0].unlabelled.all()
+    assert parse_candidates([[], []], classes=["a", "b"])[0].mask.all()
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from torch import Tensor
 from urrl import checkpoint
 from urrl.candidates import CandidateSets
 from urrl.data import Splits, hold_out, load, part, split
+from urrl.data.augment import normalise
 from urrl.data.files import load_source
 from urrl.data.own import data_sha256
 from urrl.errors import UserError
@@ -37,6 +38,7 @@ from urrl.functional import softmax_on
 from urrl.knn import cosine_topk
 from urrl.likelihood import estimate_mu, log_given
 from urrl.nets import Out
+from urrl.noise import Estimate, Noise, noise_by_vote
 from urrl.predict import load_model
 from urrl.tables import write_table
 from urrl.warmstart import principal_components
@@ -119,6 +121,7 @@ class Audit(NamedTuple):
     classes: list[Any]
     issues: pd.DataFrame  # its index is the row in x
     config: dict[str, Any]  # the run's
+    noise: Noise | None = None  # of the given sets, by the vote of neighbours, whatever the run learned
 
 
 def audit_run(folder: Path, data_dir: Path | None = None, device: str = "auto") -> Audit:
@@ -149,7 +152,8 @@ def audit_run(folder: Path, data_dir: Path | None = None, device: str = "auto") 
     l = torch.cat([state["l"], softmax_on(given[len(rows) - len(held) :], held)])
     added = F.pad(state["added"].long(), (0, 0, 0, len(held)), value=-1) if "added" in state else None
     items = rows.tolist() if names is None else [names[row] for row in rows.tolist()]
-    return Audit(x, classes, label_issues(out, l, given, classes, items, added), config)
+    noise = noise_by_vote(x if x.dim() == 4 else normalise(x, policy), given)
+    return Audit(x, classes, label_issues(out, l, given, classes, items, added), config, noise)
 
 
 def audit(folder: Path, out: Path, form: str = "csv", data_dir: Path | None = None, device: str = "auto"
@@ -165,6 +169,12 @@ def audit(folder: Path, out: Path, form: str = "csv", data_dir: Path | None = No
         "items": len(found.issues),
         "suspects": len(suspects(found.issues)),
         "own": found.config.get("source") is not None,  # a user's own files
+        "noise": found.noise
+        and {
+            name: dict(zip(Estimate._fields, (round(v, 4) for v in rate)))
+            for name, rate in found.noise._asdict().items()
+            if name != "rows"
+        },
         "missing": round(float(found.issues["evidence"].mean()), 4),  # expected share of sets without the true label
     }
     for left in out.parent.glob(f"{glob.escape(out.name)}.*.part"):

@@ -49,11 +49,6 @@ class CandidateSets:
         return float(self.mask.sum(1).double().mean())
 
     @property
-    def unlabelled(self) -> Tensor:
-        """(n,) bool: a set of all classes says nothing, so an item without a label is one with this set."""
-        return self.mask.all(1)
-
-    @property
     def sha256(self) -> str:
         """Of the content alone: two files with the same sets have the same hash."""
         shape = np.asarray(self.mask.shape, "<i8").tobytes()

@@ -426,8 +426,12 @@ def _audit(args: argparse.Namespace) -> None:
     from urrl.audit import audit
 
     found = audit(args.run_folder, args.out, args.format, args.data_dir, args.device)
-    print(f"""{found["suspects"]} of {found["items"]} candidate sets probably miss the true label
-look at           {args.out / "index.html"}
+    print(f"{found['suspects']} of {found['items']} candidate sets probably miss the true label")
+    if noise := found["noise"]:
+        rates = {name: f"{r['value']:.1%} ({r['low']:.1%} to {r['high']:.1%})" for name, r in noise.items()}
+        print(f"by the neighbours' sets alone {rates['missing']} miss it: mu is {rates['mu']} and eta {rates['eta']}, "
+              "with 90 % intervals")  # fmt: skip
+    print(f"""look at           {args.out / "index.html"}
 all, worst first  {args.out}/issues.{args.format}
 cleaned labels    {args.out}/cleaned.{args.format}{"   (training takes it as --candidates)" if found["own"] else ""}""")
 

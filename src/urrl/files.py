@@ -33,11 +33,21 @@ UNREADABLE = (OSError, ValueError, LookupError, EOFError, AttributeError, TypeEr
 LARGE, RATIO = 1 << 30, 100
 
 
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """The system does not say which file it could not write."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
 def write_atomic(path: Path, write: Callable[[BinaryIO], object]) -> None:
     """Write beside the target, flush to the disk, move into place. A failure leaves the old file as it was."""
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
-        with open(part, "wb") as file:
+        with _named(path), open(part, "wb") as file:
             write(file)
             file.flush()
             os.fsync(file.fileno())
@@ -68,6 +78,11 @@ def alive(pid: str) -> bool:
 
 def write_text(path: Path, text: str) -> None:
     write_atomic(path, lambda file: file.write(text.encode()))
+
+
+def append_text(path: Path, text: str) -> None:
+    with _named(path), open(path, "a") as file:
+        file.write(text)
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -27,7 +27,7 @@ from urrl.data.augment import AnyPolicy, Rows, make_views, normalise
 from urrl.data.stream import Items, rows_of
 from urrl.errors import UserError, one_line
 from urrl.evaluate import infer
-from urrl.files import UNREADABLE, sealed, unseal, write_text
+from urrl.files import UNREADABLE, append_text, sealed, unseal, write_text
 from urrl.methods import Batch, Method
 from urrl.nets import Network
 from urrl.progress import Progress
@@ -170,8 +170,7 @@ def fit(method: Method, x: Items, policy: AnyPolicy, training: Training, seed: i
                     "state": vars(state),
                 },
             )
-            with open(folder / "metrics.jsonl", "a") as file:
-                file.write(line_of(record))
+            append_text(folder / "metrics.jsonl", line_of(record))
         show.epoch(record)
     return state
 

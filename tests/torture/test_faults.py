@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 import urrl.files
-import urrl.train
 from tests.processes import CONTEXT
 from tests.runs import TINY, assert_same, call, flip, outcome, tree, unfinished
 
@@ -44,8 +43,7 @@ class Disk:
         self.done, self.fails_at, self.error = 0, fails_at, error
         monkeypatch.setattr(os, "fsync", self.watched(os.fsync))
         monkeypatch.setattr(os, "replace", self.watched(os.replace))
-        for module in (urrl.files, urrl.train):
-            monkeypatch.setattr(module, "open", self.open, raising=False)
+        monkeypatch.setattr(urrl.files, "open", self.open, raising=False)
 
     def watched(self, operation):
         def wrapped(*arguments):
@@ -129,7 +127,7 @@ def test_a_file_that_may_not_grow(whole, tmp_path, times, count):
     """The kernel's own refusal, in the middle of a file."""
     expected = outcome(whole)
     largest = (whole / "last.ckpt").stat().st_size
-    sizes = [largest // 2, *(random.Random(0).randrange(1, largest) for _ in range(times(1, 20)))]
+    sizes = [largest // 2, *random.Random(0).sample(range(1, largest), times(1, 20))]
     for size in sizes:
         run = tmp_path / f"{size}"
         assert in_process(limited, size, *TINY, "--out", run) == 2

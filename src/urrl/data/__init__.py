@@ -73,11 +73,8 @@ def split(dataset: Dataset, kind: str = "paper", seed: int = 0, subset: int | No
     "paper":    train and test pooled, shuffled, 4:1:1 (70,000 -> 46,666/11,666/11,668, the paper's sizes).
     "official": the official test part; the rest shuffled, a sixth of it for validation.
     "fold:K":   fold K of ten is the test part, K = 0 ... 9; all others train, and the last epoch counts.
-    "holdout":  shuffled, a tenth for validation, no test part: for data whose true labels nobody knows.
     subset:     keep the first N training rows and N // 4 validation rows, for quick runs; test stays whole.
     """
-    if kind == "holdout":
-        return hold_out(dataset, 0.1, seed)
     rows = len(dataset.x)
     rng = generator(seed, "split")
     if kind == "paper":
@@ -94,7 +91,7 @@ def split(dataset: Dataset, kind: str = "paper", seed: int = 0, subset: int | No
         test = folds.pop(FOLDS.index(kind))
         train, val = torch.cat(folds), test[:0]
     else:
-        raise UserError(f"unknown split {kind!r}; known: paper, official, {FOLDS[0]} to {FOLDS[-1]}, holdout")
+        raise UserError(f"unknown split {kind!r}; known: paper, official, {FOLDS[0]} to {FOLDS[-1]}")
     if dataset.S is not None and dataset.official_test and kind != "official":
         raise UserError(f"{dataset.name} has candidate sets for its training part alone: use the split 'official'")
 
