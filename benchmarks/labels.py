@@ -52,7 +52,7 @@ def main() -> None:
         S = torch.rand(len(rows), C, generator=drawn) < args.size / C
         return S.scatter_(1, recorded[rows, None], True)
 
-    kept = SparseLabels(mask(rows) for rows in torch.arange(n).split(8192))
+    kept = SparseLabels(mask(rows) for rows in torch.arange(n).split(2**14))
     lap("make")
     state = sum(t.numel() * t.element_size() for t in kept.buffers()) / 2**20
     centres = F.normalize(torch.randn(C, d, generator=rng), dim=1)

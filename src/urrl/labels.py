@@ -14,8 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from urrl.functional import uniform_on
-
 DENSE = 2**28  # entries: l is 1 GB there
 BLOCK = 2**25
 
@@ -45,15 +43,15 @@ class SparseLabels(nn.Module):
     def __init__(self, masks: Iterable[Tensor]):
         """masks: S in blocks of rows, (b, C) bool, so that it need never be dense as a whole."""
         super().__init__()
-        sizes, columns, values = [], [], []
+        blocks, columns = [], []
         for S in masks:
             narrow = torch.int16 if S.shape[1] <= torch.iinfo(torch.int16).max else torch.int32
-            sizes.append(S.sum(1))
+            blocks.append(S.sum(1))
             columns.append(S.nonzero()[:, 1].to(narrow))
-            values.append(uniform_on(S)[S])
-        self.register_buffer("start", F.pad(torch.cat(sizes).cumsum(0), (1, 0)))
+        sizes = torch.cat(blocks)
+        self.register_buffer("start", F.pad(sizes.cumsum(0), (1, 0)))
         self.register_buffer("column", torch.cat(columns))
-        self.register_buffer("value", torch.cat(values))
+        self.register_buffer("value", sizes.float().reciprocal().repeat_interleave(sizes))  # uniform on S
         self.register_buffer("epoch", torch.full_like(self.column, -1, dtype=torch.int16))
         self.shape = (len(self.start) - 1, S.shape[1])
         self.S, self.given = Rows(self, "S"), Rows(self, "given")
