@@ -53,9 +53,9 @@ class Entry:
         c, t = self.config, self.config["training"]
         split = c["split"].partition(":")[0]  # the folds are repetitions
         data = (c.get("data_sha256") or "")[:6]  # a user's own
-        learned = (t["batch_size"], t["lr"]) if t["net"] == "mlp" else (None, None)  # of features the size decides
-        return (c["dataset"], c["recipe"], t["net"], t["width"], t["epochs"], *learned, c["subset"], c["convention"],
-                split, data)  # fmt: skip
+        lr = t["lr"] if t["net"] == "mlp" else None  # of features the size decides
+        return (c["dataset"], c["recipe"], t["net"], t["width"], t["epochs"], t["batch_size"], lr, c["subset"],
+                c["convention"], split, data)  # fmt: skip
 
     @property
     def rates(self) -> tuple[float, float]:
@@ -161,8 +161,8 @@ def variant(config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     own = vars(build(METHODS[method].Config, {k: v for k, v in values.items() if k in config["options"]}))
     training = vars(build(Training, {k: v for k, v in values.items() if k not in config["options"]}))
     data = config.get("data_sha256") is not None or config["training"]["net"] == "mlp"  # then the size decides
-    also = {} if data else {k: v for k, v in config["training"].items()
-                            if k not in ("net", "width", "epochs") and training.get(k, v) != v}  # fmt: skip
+    told = ("net", "width", "epochs", "batch_size")  # in the title
+    also = {} if data else {k: v for k, v in config["training"].items() if k not in told and training.get(k, v) != v}
     differs = {k: v for k, v in config["options"].items() if own.get(k, v) != v}
     if method == "urrl":
         printed = paper_form(config["dataset"])
@@ -179,8 +179,8 @@ def label(config: dict[str, Any]) -> str:
 
 def is_study(config: dict[str, Any]) -> bool:
     """Whether the run differs from others in a part of URRL or in phi alone."""
-    _, differs = variant(config)
-    return config["method"] == "urrl" and bool(differs) and differs.keys() <= {*PARTS, "phi"}
+    own = variant(config)[1].keys() & config["options"].keys()
+    return config["method"] == "urrl" and bool(own) and own <= {*PARTS, "phi"}
 
 
 def _rank(entry: Entry) -> tuple[int, str]:
@@ -256,7 +256,7 @@ def printed_value(entry: Entry) -> paper.Value | None:
 def setting_title(setting: tuple[Any, ...]) -> str:
     dataset, recipe, net, width, epochs, batch, lr, subset, convention, split, data = setting
     parts = [dataset, f"recipe {recipe} ({net} {width})", f"{epochs} epochs"]
-    parts += [f"batches of {batch}, lr {lr:g}"] if lr is not None else []
+    parts += [f"batches of {batch}"] + ([f"lr {lr:g}"] if lr is not None else [])
     parts += [f"data {data}"] if data else []
     parts += [f"{subset} items"] if subset else []
     parts += [f"sets {convention}"] if convention not in ("paper", None) else []
@@ -451,7 +451,9 @@ def _legend(drawn: Any, axes: list[Any]) -> None:
     """One for all panels."""
     handles = {text: handle for a in axes for handle, text in zip(*a.get_legend_handles_labels())}
     if handles:
-        drawn.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=min(7, len(handles)))
+        wide = 12 * drawn.get_figwidth() // (max(map(len, handles)) + 6)  # that many stand beside one another
+        columns = int(max(1, min(7, len(handles), wide)))
+        drawn.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=columns)
 
 
 def curves(entries: list[Entry]) -> Picture | None:
