@@ -118,7 +118,8 @@ def from_annotations(
 def _checked_names(classes: Sequence[Any] | None) -> list[Any] | None:
     if classes is None:
         return None
-    if isinstance(classes, str) or not isinstance(classes, Iterable):
+    classes = _plain(classes)
+    if isinstance(classes, (str, bytes)) or not isinstance(classes, Iterable):
         raise UserError(f"classes are a list of names, not {classes!r}")
     names = [_plain(name) for name in classes]
     for name in names:

@@ -123,7 +123,9 @@ def in_words(row, names):
     """The classes that a row means; None where it takes more than this to know."""
     if isinstance(row, str) and row not in names:
         return {part.strip() for part in row.split("|")} - {""}
-    return {row} if isinstance(row, (str, int)) else set(row) if isinstance(row, (list, tuple, frozenset)) else None
+    if isinstance(row, (list, tuple, frozenset)):
+        return {name.item() if isinstance(name, np.ndarray) else name for name in row}
+    return {row} if isinstance(row, (str, int)) else None
 
 
 @QUIET
@@ -132,6 +134,8 @@ def in_words(row, names):
     st.one_of(USUAL, st.lists(NESTED, max_size=5), NESTED, ARRAYS, ARRAYS.filter(np.ndim).map(list)),
     st.none() | st.lists(CLASSES, max_size=4) | NESTED,
 )
+@example([[np.array(1)]], None)
+@example(["a"], np.array(1))
 def test_candidates(attempt, candidates, classes):
     read = attempt("candidate sets in Python", lambda: parse_candidates(candidates, classes))
     if read is None:
