@@ -4,9 +4,9 @@ to supervised: a whole step (views made, loss, backward, SGD, memory refined) ov
 to bare:       the same over the bare passes of the network that the method makes: forward + backward + SGD of as many
                ready-made images as it learns from, and a forward alone of as many as it only looks at.
 The images of a step are counted, not declared. All methods take turns in one run; medians of the ratios of neighbours.
-The fast net on random 1 x 28 x 28 images in batches of 256, in the main phase of the run, after every warm-up.
+The fast net on random images in batches of 256, in the main phase of the run, after every warm-up.
 
-    python benchmarks/methods.py [--repeats 9] [--methods proden,pico]
+    python benchmarks/methods.py [--repeats 9] [--methods proden,pico] [--data fmnist|cifar10]
 """
 
 from __future__ import annotations
@@ -28,24 +28,26 @@ from urrl.data.augment import POLICIES, make_views
 from urrl.methods import METHODS, Batch
 from urrl.nets import Network, Out, build_network
 
-ITEMS, CLASSES, SHAPE, EPOCHS = 16_384, 10, (1, 28, 28), 100
+ITEMS, CLASSES, EPOCHS = 16_384, 10, 100
+SHAPES = {"fmnist": (1, 28, 28), "cifar10": (3, 32, 32)}
 
 
 class Contender:
     """A method with its own network and optimiser, and the bare passes that it makes."""
 
-    def __init__(self, name: str):
+    def __init__(self, name: str, data: str):
         cell: dict[str, Any] = dict(eta=0.3, mu=0.3, convention="paper", seed=0, split="paper", subset=None)
         name, settings = ("urrl", PAPER_FORM) if name == "urrl_paper" else (name, {})
         kind = METHODS[name]
-        run = resolve("fmnist", name, "fast", kind.Config, settings, **cell)
+        self.shape = SHAPES[data]
+        run = resolve(data, name, "fast", kind.Config, settings, **cell)
         self.t = run.training
         torch.manual_seed(0)
         y = torch.randint(0, CLASSES, (ITEMS,))
-        self.x = torch.randint(0, 256, (ITEMS, *SHAPE), dtype=torch.uint8)
+        self.x = torch.randint(0, 256, (ITEMS, *self.shape), dtype=torch.uint8)
         sets = CandidateSets.of_labels(y, CLASSES) if kind.bound == "upper" else generate(y, CLASSES, 0.3, 0.3)
         self.rng = torch.Generator().manual_seed(0)
-        self.policy = POLICIES["fmnist"]
+        self.policy = POLICIES["fmnist" if data == "fmnist" else "cifar"]
         net, self.optimiser = self.network()
         self.method = kind(net, sets, run.options)
         self.method.total_epochs = EPOCHS
@@ -61,7 +63,7 @@ class Contender:
 
     def network(self) -> tuple[Network, torch.optim.Optimizer]:
         t = self.t
-        net = build_network(t.net, SHAPE, CLASSES, t.width, t.embed_dim, t.head)
+        net = build_network(t.net, self.shape, CLASSES, t.width, t.embed_dim, t.head)
         net = net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         return net, torch.optim.SGD(net.parameters(), t.lr, t.momentum, nesterov=t.nesterov)
 
@@ -113,9 +115,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--methods", help="some of them, by comma; supervised always runs")
+    parser.add_argument("--data", default="fmnist", choices=SHAPES, help="whose shape the images have")
     args = parser.parse_args()
     names = args.methods.split(",") if args.methods else [*METHODS, "urrl_paper"]
-    contenders = {name: Contender(name) for name in ["supervised", *(n for n in names if n != "supervised")]}
+    contenders = {name: Contender(name, args.data) for name in ["supervised", *(n for n in names if n != "supervised")]}
     for contender in contenders.values():
         contender.whole()
         contender.bare()

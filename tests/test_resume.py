@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -270,6 +271,27 @@ def test_ctrl_c_prints_the_command_that_goes_on(tmp_path):
     assert "epoch   1/6" not in done.err and "epoch   6/6" in done.err  # it went on, and did not start again
     assert call(*SLOW, "--out", tmp_path / "whole").code == 0
     assert_same(outcome(run), outcome(tmp_path / "whole"))
+
+
+def test_ctrl_c_while_an_object_is_deleted(whole, tmp_path, monkeypatch):
+    """Python drops it; we do not."""
+
+    class Doomed:
+        def __del__(self):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.001)  # here it is raised, and ignored
+
+    def refine(self, batch, step, good=URRL.refine):
+        good(self, batch, step)
+        Doomed()
+
+    with monkeypatch.context() as patched, warnings.catch_warnings():
+        warnings.simplefilter("ignore", pytest.PytestUnraisableExceptionWarning)
+        patched.setattr(URRL, "refine", refine)
+        done = call(*TINY, "--out", tmp_path / "run")
+    assert done.code == 130 and "to go on" in done.err
+    assert call(*TINY, "--out", tmp_path / "run", "--resume").code == 0
+    assert_same(outcome(tmp_path / "run"), outcome(whole))
 
 
 def test_a_finished_run_is_left_as_it_is(whole, tmp_path):

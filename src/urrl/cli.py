@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import urrl
+from urrl import interrupt
 from urrl.errors import Lost, UserError, one_line, printable
 
 TRAIN_EXAMPLES = """examples:
@@ -216,6 +217,7 @@ def parser() -> argparse.ArgumentParser:
 def main() -> int:
     """The program: one line and exit code 2 for a user's mistake, never a traceback for it."""
     arguments = sys.argv[1:]
+    interrupt.remember()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # the name of a file may be nothing that a terminal shows

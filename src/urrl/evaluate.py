@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from urrl import distributed
+from urrl import distributed, interrupt
 from urrl.data import Part
 from urrl.data.augment import AnyPolicy, normalise
 from urrl.data.stream import Items, rows_of
@@ -30,6 +30,7 @@ def infer(net: Network, x: Items, policy: AnyPolicy, flip: bool = False, batch: 
     own = [distributed.share(size) for size in sizes]
     wanted = [slice(start + rows.start, start + rows.stop) for start, rows in zip(starts, own)]
     for size, part in zip(sizes, rows_of(x, wanted)):
+        interrupt.check()
         views = normalise(part.to(device), policy)
         out = net(views)
         if flip:

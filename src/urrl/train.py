@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from urrl import checkpoint, distributed
+from urrl import checkpoint, distributed, interrupt
 from urrl.config import Training
 from urrl.data.augment import AnyPolicy, Rows, make_views, normalise
 from urrl.data.stream import Items, rows_of
@@ -111,6 +111,7 @@ def fit(method: Method, x: Items, policy: AnyPolicy, training: Training, seed: i
         sums: dict[str, Tensor] = {}
         rng = generator(seed, "views", epoch)
         for number, batch in enumerate(batches(x, policy, method.views, training.batch_size, rng)):
+            interrupt.check()
             rate = learning_rate(epoch * steps + number, training.epochs * steps, training)
             for group in optimiser.param_groups:
                 group["lr"] = rate

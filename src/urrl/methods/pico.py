@@ -164,7 +164,7 @@ class ExpSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, keys: Tensor, tau: float) -> Tensor:
         with torch.autocast(q.device.type, enabled=False):  # half precision has no room for exp(1 / tau)
-            e = (q.float() @ keys.float().T).div_(tau).exp_()
+            e = ((q.float() / tau) @ keys.float().T).exp_()
             ctx.save_for_backward(e @ keys.float() / tau)
         return e.sum(1)
 
