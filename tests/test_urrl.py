@@ -200,7 +200,7 @@ def test_first_correction_epoch_and_switch():
 
 def test_one_view_loss_is_the_weighted_sum_on_one_mixed_view():
     S = random_sets(16, 4, torch.Generator().manual_seed(0))
-    method = blob_method(URRL, S, URRLConfig(alpha=2.0, w_m=3.0, w_cr=0.5, one_view="strong")).eval()
+    method = blob_method(URRL, S, URRLConfig(alpha=2.0, w_m=3.0, w_cr=0.5, one_view="strong", vote="sets")).eval()
     assert method.views == ("strong",)
     q = unit_rows(16, method.net.embed_dim, torch.Generator().manual_seed(1))
     method.begin_epoch(0, lambda: Out(torch.zeros(16, 4), q, q))
@@ -275,7 +275,8 @@ def test_one_view_without_a_loss_is_refused():
     with pytest.raises(UserError, match="one_view"):
         URRLConfig(one_view="weak", use_m=False, use_cr=False)
     S = random_sets(8, 3, torch.Generator().manual_seed(0))
-    for config in (URRLConfig(one_view="weak", use_m=False), URRLConfig(one_view="weak", use_cr=False)):
+    without = [URRLConfig(one_view="weak", vote="sets", use_m=m, use_cr=not m) for m in (False, True)]
+    for config in without:
         method = blob_method(URRL, S, config)
         step = method.loss(Batch(torch.arange(8), {"weak": torch.randn(8, *method.shape)}))
         assert torch.isfinite(step.total) and len(step.terms) == 1
@@ -297,3 +298,8 @@ def test_a_threshold_for_each_class():
     everything = corrections(f, q, l, S, 5, 0.3, 0.0)
     wanted = {(r, c) for r, c, s in zip(*(t.tolist() for t in everything)) if s > phi[c]}
     assert set(zip(rows.tolist(), labels.tolist())) == wanted and wanted and 2 not in labels.tolist()
+
+
+def test_one_view_cannot_make_labels_of_two():
+    with pytest.raises(UserError, match="one_view takes vote=sets"):
+        URRL.Config(one_view="weak", vote="labels")

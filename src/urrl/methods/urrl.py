@@ -58,6 +58,8 @@ class URRLConfig:
     def __post_init__(self) -> None:
         if self.one_view and not (self.use_m or self.use_cr):
             raise UserError("option one_view learns from L_m and L_CR: one of use_m and use_cr must be on")
+        if self.one_view and self.vote == "labels":
+            raise UserError("option one_view takes vote=sets: vote=labels makes l from two views of a step")
 
 
 class URRL(Method):
