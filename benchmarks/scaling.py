@@ -79,9 +79,11 @@ def count(case: str) -> None:
 
     def call(collective: Callable[..., Any], *arguments: Any, good: Callable[..., Any] = distributed._call,
              **options: Any) -> None:  # fmt: skip
-        tensor = arguments[0] if collective.__name__ == "all_reduce" else arguments[1] if len(arguments) > 1 else None
-        if isinstance(tensor, torch.Tensor):
-            moved[f"{phase} {collective.__name__}"] += tensor.nbytes
+        name = collective.__name__
+        tensor = arguments[0] if name in ("all_reduce", "broadcast") else arguments[1] if len(arguments) > 1 else None
+        received = name == "broadcast" and arguments[1] != distributed.rank()
+        if isinstance(tensor, torch.Tensor) and not received:
+            moved[f"{phase} {name}"] += tensor.nbytes
         good(collective, *arguments, **options)
 
     rng = torch.Generator().manual_seed(0)
@@ -104,7 +106,7 @@ def count(case: str) -> None:
                 "gradients": moved["step all_reduce"] / steps,  # a step
                 "outputs": 2 * moved["step all_gather"] / n,  # an item: two processes, each with half of the rows
                 "partners": 2 * moved["step all_to_all_single"] / n,  # an item
-                "epoch": 2 * moved["epoch all_gather"] / n,  # an item and epoch
+                "epoch": 2 * (moved["epoch all_gather"] + moved["epoch broadcast"]) / n,  # an item and epoch
                 "flops": result["train_flops"] / n,  # an item and epoch
             }))  # fmt: skip
 

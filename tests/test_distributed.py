@@ -24,7 +24,8 @@ from urrl.cli import main
 from urrl.data import DATASETS
 from urrl.data.augment import POLICIES
 from urrl.data.own import from_arrays
-from urrl.distributed import gather, partners, share, sum_gradients, summed, synchronise
+from urrl.distributed import everyone, gather, mean, partners, share, sum_gradients, summed, synchronise
+from urrl.knn import cosine_topk
 from urrl.methods import METHODS
 from urrl.methods.urrl import URRL
 from urrl.nets import build_network
@@ -77,6 +78,31 @@ def _moves(total):
     return float(summed(torch.tensor(1.0)))
 
 
+def _sought(total, k):
+    """Every process finds the neighbours of its rows among all, which pass by in pieces."""
+    q = torch.nn.functional.normalize(torch.randn(total, 3, generator=torch.Generator().manual_seed(total)), dim=1)
+    own = share(total)
+    similarity = (q @ q.T).fill_diagonal_(-torch.inf)
+    expected = similarity.sort(descending=True).indices[:, : min(k, total - 1)]
+    with mock.patch.object(distributed, "PIECE", 4):
+        seen = list(cosine_topk(q[own], k))
+        few = list(cosine_topk(q[own], k, torch.arange(len(q[own]))[1:]))
+    rows, best, near = (torch.cat(part) for part in zip(*seen))
+    assert torch.equal(rows, torch.arange(len(q[own])))
+    assert torch.equal(near.sort().values, expected[own].sort().values)
+    torch.testing.assert_close(best, similarity[own].gather(1, near))
+    assert torch.equal(torch.cat([part for _, _, part in few]).sort().values, expected[own][1:].sort().values)
+
+
+def _spread(counts):
+    """Each process has some rows, in turn as many as `counts` says."""
+    mine = sum(counts[: distributed.rank()]) + torch.arange(counts[distributed.rank()])
+    assert torch.equal(everyone(mine), torch.arange(sum(counts)))
+    assert torch.equal(everyone(mine[:, None] > 2), torch.arange(sum(counts))[:, None] > 2)
+    values = torch.stack([mine.float(), 2.0 * mine])
+    assert mean(values).tolist() == [(sum(counts) - 1) / 2, sum(counts) - 1]
+
+
 def _normalised(x, target):
     """Outputs, gradients and running statistics of a network on this process's rows."""
     torch.manual_seed(0)
@@ -93,6 +119,10 @@ def _normalised(x, target):
 def _bits(world):
     for total in (1, world - 1, world, 2 * world + 1, 50):
         assert _moves(total) == world
+    for total, k in ((2, 5), (5, 3), (41, 1), (41, 12), (41, 60)):
+        _sought(total, k)
+    for counts in ([3, 1, 0, 7], [0, 0, 0, 1], [2, 2, 2, 2]):
+        _spread([*counts[: world - 1], sum(counts[world - 1 :])])
     rng = torch.Generator().manual_seed(5)
     x, target = torch.randn(9, 1, 8, 8, generator=rng), torch.arange(9) % 3
     return [_normalised(x[:n], target[:n]) for n in (3, 9)]  # 3: fewer than processes

@@ -26,6 +26,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from urrl.errors import Lost, UserError
 
 T = TypeVar("T")
+PIECE = 2**16  # rows
 
 _rank, _world = 0, 1  # of the job that runs
 
@@ -109,6 +110,50 @@ def gather(parts: Sequence[Tensor], total: int) -> list[Tensor]:
     return list(_Gather.apply(total, *parts))
 
 
+def total(rows: int) -> int:
+    """How many rows all processes have, if this one has so many."""
+    return int(summed(torch.tensor(rows)))
+
+
+def every(step: int, rows: int) -> Tensor:
+    """Where each step-th of all rows, from the first, lies among the `rows` that are this process's share."""
+    return torch.arange(-share(total(rows)).start % step, rows, step)
+
+
+def everyone(x: Tensor) -> Tensor:
+    """(b, ...), as many rows as this process has of something -> everybody's, in the order of the processes."""
+    if _world == 1:
+        return x
+    import torch.distributed as dist
+
+    counts = [torch.empty(1, dtype=torch.long, device=x.device) for _ in range(_world)]
+    _call(dist.all_gather, counts, torch.tensor([len(x)], device=x.device))
+    most = max(map(int, counts))
+    padded = x.new_zeros(most, *x.shape[1:])
+    padded[: len(x)] = x
+    out = x.new_empty(_world, *padded.shape)
+    _call(dist.all_gather, list(out), padded)
+    return torch.cat([rows[: int(count)] for rows, count in zip(out, counts)])
+
+
+def pieces(x: Tensor, total: int) -> Iterator[tuple[int, Tensor]]:
+    """Everybody's rows in turn, (number of the first row, rows), at most PIECE at a time, where x holds this process's
+    share of so many: what takes them in need never hold them all."""
+    if _world == 1:
+        yield 0, x
+        return
+    import torch.distributed as dist
+
+    for process in range(_world):
+        rows = share(total, process)
+        for start in range(rows.start, rows.stop, PIECE):
+            stop = min(start + PIECE, rows.stop)
+            mine = x[start - rows.start : stop - rows.start].contiguous() if process == _rank else None
+            piece = x.new_empty(stop - start, *x.shape[1:]) if mine is None else mine
+            _call(dist.broadcast, piece, process)
+            yield start, piece
+
+
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, total: int, *parts: Tensor) -> tuple[Tensor, ...]:
@@ -163,6 +208,14 @@ def summed(x: Tensor) -> Tensor:
 
         _call(dist.all_reduce, x)
     return x
+
+
+def mean(x: Tensor) -> Tensor:
+    """(..., b) -> (...): over the last dimension, of which every process has some; in double precision, which not every
+    device has, so that it does not depend on who has what."""
+    x = x.cpu().double()
+    total, count = summed(torch.stack([x.sum(-1), torch.full(x.shape[:-1], x.shape[-1]).double()]))
+    return total / count
 
 
 def _total_of_all(tensors: Iterable[Tensor], factor: float = 1.0) -> None:

@@ -19,24 +19,27 @@ from urrl.nets import Network, Out
 
 @torch.no_grad()
 def infer(net: Network, x: Items, policy: AnyPolicy, flip: bool = False, batch: int = 1000) -> Out:
-    """Outputs for all of x, eval mode, un-augmented, in order; with `flip`, log of the mean probability over
-    the image and its mirror image in place of the logits. Of several processes each has its share of every piece."""
+    """`outputs` of all of x, to which every process does its share."""
+    own = outputs(net, x[distributed.share(len(x))], policy, flip, batch)
+    return Out(*distributed.gather(own, len(x)))
+
+
+@torch.no_grad()
+def outputs(net: Network, x: Items, policy: AnyPolicy, flip: bool = False, batch: int = 1000) -> Out:
+    """Of the network in eval mode for x, un-augmented, in order; with `flip`, log of the mean probability over the
+    image and its mirror image in place of the logits."""
     was_training = net.training
     net.eval()
     device = next(net.parameters()).device
     outs = []
-    starts = range(0, max(1, len(x)), batch * distributed.world())
-    sizes = [min(batch * distributed.world(), len(x) - start) for start in starts]
-    own = [distributed.share(size) for size in sizes]
-    wanted = [slice(start + rows.start, start + rows.stop) for start, rows in zip(starts, own)]
-    for size, part in zip(sizes, rows_of(x, wanted)):
+    for part in rows_of(x, [slice(start, start + batch) for start in range(0, max(1, len(x)), batch)]):
         interrupt.check()
         views = normalise(part.to(device), policy)
         out = net(views)
         if flip:
             mirrored = net(views.flip(3)).logits
             out = out._replace(logits=(out.logits.softmax(1) + mirrored.softmax(1)).div(2).log())
-        outs.append(Out(*distributed.gather([t.float() for t in out], size)))
+        outs.append([t.float() for t in out])
     net.train(was_training)
     return Out(*(torch.cat(parts) for parts in zip(*outs)))
 

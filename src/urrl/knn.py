@@ -9,11 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from urrl.distributed import world
+from urrl.distributed import everyone, pieces, share, total, world
 
 EXACT = 300_000**2  # pairs compared, beyond which a CPU asks faiss, if it is installed
 BUFFER = 2**23  # scores held at once, in numbers: 32 MB
 GROUP = 16
+CHUNK = 2**10  # rows of neighbours: what is made of them is large where classes are many
 
 
 def cosine_topk(q: Tensor, k: int, rows: Tensor | None = None) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
@@ -21,27 +22,45 @@ def cosine_topk(q: Tensor, k: int, rows: Tensor | None = None) -> Iterator[tuple
 
     Yields (rows, similarity, neighbour) in chunks, (b,), (b, k) and (b, k), so that no (n, n) matrix ever exists.
     The order of the k is not defined. Where n - 1 < k there are n - 1 neighbours.
+
+    Of several processes each has its share of q and asks for rows of that, all of them at the same time; neighbours are
+    numbers among all. The vectors of the others pass by in pieces.
     """
-    n = len(q)
+    n = total(len(q))
     k = min(k, n - 1)
-    rows = torch.arange(n, device=q.device) if rows is None else rows
-    if n * len(rows) * world() > EXACT and q.device.type == "cpu" and find_spec("faiss"):
-        yield from indexed_topk(q, k, rows)
+    rows = torch.arange(len(q), device=q.device) if rows is None else rows
+    if n * total(len(rows)) > EXACT and q.device.type == "cpu" and find_spec("faiss"):
+        start = share(n).start  # the index is of all, and so holds all
+        for part, similarity, neighbour in indexed_topk(everyone(q), k, start + rows):
+            yield part - start, similarity, neighbour
+    elif world() == 1:
+        yield from _exact(q, k, rows, q, 0)
     else:
-        yield from _exact(q, k, rows)
+        best, nearest = q.new_empty(len(rows), 0), rows.new_empty(len(rows), 0)
+        for first, others in pieces(q, n):
+            found = list(_exact(q, k, rows, others, share(n).start - first))
+            best = torch.cat([best, torch.cat([s for _, s, _ in found])], 1)
+            nearest = torch.cat([nearest, torch.cat([first + i for _, _, i in found])], 1)
+            if best.shape[1] > k:
+                best, place = best.topk(k, dim=1, sorted=False)
+                nearest = nearest.gather(1, place)
+        yield from zip(*(t.split(CHUNK) for t in (rows, best, nearest)))
 
 
-def _exact(q: Tensor, k: int, rows: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    n = len(q)
-    others = F.pad(q, (0, 0, 0, -n % GROUP)).T  # (d, n rounded up to whole groups)
-    chunk = max(1, BUFFER // others.shape[1])
-    scores = q.new_empty(min(chunk, len(rows)), others.shape[1])  # once: a fresh one per chunk costs a third more
+def _exact(q: Tensor, k: int, rows: Tensor, others: Tensor, ahead: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Among others (m, d), of which row r of q is number r + ahead, if it is one of them."""
+    m = len(others)
+    columns = F.pad(others, (0, 0, 0, -m % GROUP)).T  # (d, m rounded up to whole groups)
+    chunk = max(1, BUFFER // columns.shape[1])
+    scores = q.new_empty(min(chunk, len(rows)), columns.shape[1])  # once: a fresh one per chunk costs a third more
     for part in rows.split(chunk):
         s = scores[: len(part)]
-        torch.matmul(q[part], others, out=s)
-        s[:, n:] = -torch.inf
-        s[torch.arange(len(part), device=q.device), part] = -torch.inf
-        yield part, *_topk(s, k)
+        torch.matmul(q[part], columns, out=s)
+        s[:, m:] = -torch.inf
+        itself = part + ahead
+        there = ((itself >= 0) & (itself < m)).nonzero().squeeze(1)
+        s[there, itself[there]] = -torch.inf
+        yield part, *_topk(s, min(k, m))
 
 
 def indexed_topk(q: Tensor, k: int, rows: Tensor, share: int = 64) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
@@ -57,14 +76,14 @@ def indexed_topk(q: Tensor, k: int, rows: Tensor, share: int = 64) -> Iterator[t
     index.train(vectors[:: max(1, n // (64 * cells))])
     index.add(vectors)
     index.nprobe = min(cells, max(16, cells // share, 8 * k * cells // n))
-    for part in rows.split(2**10):  # what is made of the neighbours is large where classes are many
+    for part in rows.split(CHUNK):
         similarity, neighbour = (torch.from_numpy(t) for t in index.search(vectors[part.numpy()], k + 1))
         itself = neighbour == part[:, None]
         itself[~itself.any(1), -1] = True  # not among its own nearest: one too many was found
         short = (neighbour < 0).any(1).nonzero().squeeze(1)  # cells too small for k
         similarity, neighbour = (t[~itself].view(len(part), k) for t in (similarity, neighbour))
         for row in short.tolist():
-            _, similarity[row : row + 1], neighbour[row : row + 1] = next(_exact(q, k, part[row : row + 1]))
+            _, similarity[row : row + 1], neighbour[row : row + 1] = next(_exact(q, k, part[row : row + 1], q, 0))
         yield part, similarity, neighbour
 
 

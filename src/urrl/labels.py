@@ -2,7 +2,8 @@
 
 Up to DENSE entries they are tensors. Beyond, SparseLabels keeps what lies on S alone: eight bytes a candidate, where
 the dense S, l and epochs of addition take seven a class. Code that must serve both takes rows out (`S[rows]`, dense),
-puts rows in (`l[rows] = ...`), goes through a whole matrix by `row_blocks`, and sums neighbours by `weighted_rows`.
+puts rows in (`l[rows] = ...`), goes through a whole matrix by `row_blocks` or through a process's part of it by
+`own_blocks`, and sums neighbours by `weighted_rows`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from urrl.distributed import share
+
 DENSE = 2**28  # entries: l is 1 GB there
 BLOCK = 2**25
 
@@ -22,6 +25,16 @@ def row_blocks(matrix: Tensor | Rows) -> Iterator[Tensor]:
     """The row numbers in blocks of at most BLOCK entries: one block, unless the matrix is large."""
     n, columns = matrix.shape
     yield from torch.arange(n, device=matrix.device).split(max(1, BLOCK // columns))
+
+
+def own_blocks(matrix: Tensor | Rows) -> Iterator[tuple[Tensor, Tensor]]:
+    """Of the rows that belong to this process, (row numbers, places among them), in blocks: as many on every process,
+    of at most BLOCK entries on all of them together."""
+    n, columns = matrix.shape
+    rows = torch.arange(n, device=matrix.device)[share(n)]
+    places = torch.arange(len(rows), device=matrix.device)
+    count = -(-n * columns // BLOCK)
+    yield from zip(rows.tensor_split(count), places.tensor_split(count))
 
 
 def weighted_rows(matrix: Tensor | Rows, rows: Tensor, weights: Tensor) -> Tensor:

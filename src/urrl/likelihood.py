@@ -12,6 +12,8 @@ With mu = 0 it is the classifier-consistent loss, CC.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -43,9 +45,13 @@ def set_nll(logits: Tensor, S: Tensor, mu: float | Tensor) -> Tensor:
     return logits.logsumexp(1) - (logits + log_given(S, mu)).logsumexp(1)
 
 
+def mean_of_rows(likelihood: Tensor) -> Tensor:
+    return likelihood.mean(-1)
+
+
 def set_log_likelihood(f: Tensor, S: Tensor, mu: float | Tensor) -> Tensor:
     """The mean over the items of log sum_y f_y P(S | y), for probabilities f (n, C); mu (m, 1) gives m of them."""
-    return set_log_likelihood_of(f, S, mu).mean(-1)
+    return mean_of_rows(set_log_likelihood_of(f, S, mu))
 
 
 def set_log_likelihood_of(f: Tensor, S: Tensor, mu: float | Tensor) -> Tensor:
@@ -55,12 +61,13 @@ def set_log_likelihood_of(f: Tensor, S: Tensor, mu: float | Tensor) -> Tensor:
     return torch.logaddexp(on_set.log() + inside, (1 - on_set).log() + outside)
 
 
-def estimate_mu(f: Tensor, S: Tensor) -> float:
+def estimate_mu(f: Tensor, S: Tensor, mean: Callable[[Tensor], Tensor] = mean_of_rows) -> float:
     """The mu under which the sets as given are likeliest, for predictions f (n, C). Concave in mu, so a grid and then a
-    finer one around its best point find it."""
+    finer one around its best point find it. `mean` of the items' likelihoods: where the items are on several processes,
+    `distributed.mean`."""
     low, high = 1e-3, 0.95
     for _ in range(3):
         grid = torch.linspace(low, high, 17, device=S.device)[:, None]
-        best = int(set_log_likelihood(f, S, grid).argmax())
+        best = int(mean(set_log_likelihood_of(f, S, grid)).argmax())
         low, high = float(grid[max(0, best - 1)]), float(grid[min(16, best + 1)])
     return (low + high) / 2

@@ -12,13 +12,14 @@ import math
 import torch
 from torch import Tensor
 
-from urrl.labels import Rows, row_blocks
+from urrl.distributed import summed
+from urrl.labels import Rows, own_blocks
 from urrl.nets import Out
 
 
 @torch.no_grad()
 def em_figures(out: Out, S: Tensor | Rows, l: Tensor | Rows, z: Tensor, tau: float) -> dict[str, float]:
-    """From the outputs for all items, S and l (n, C) and the prototypes z (C, d):
+    """From the outputs for all items (of several processes, for its share), S and l (n, C) and the prototypes z (C, d):
 
     em_compactness  sum over c of n_c/n ||delta_c||, delta_c the mean of q over H(c): 1 where every cluster is a point
     em_alignment    mean over i of -q_i . p_i / tau, p_i = sum over c of l_ic z_c: the first term of L_pc
@@ -28,16 +29,16 @@ def em_figures(out: Out, S: Tensor | Rows, l: Tensor | Rows, z: Tensor, tau: flo
     n, C = S.shape
     d = out.q.shape[1]
     sums, aligned = out.q.new_zeros(C, d), out.q.new_zeros(())
-    for rows in row_blocks(S):
-        q = out.q[rows]
-        cluster = out.logits[rows].masked_fill(~S[rows], -torch.inf).argmax(1)
+    for rows, places in own_blocks(S):
+        q = out.q[places]
+        cluster = out.logits[places].masked_fill(~S[rows], -torch.inf).argmax(1)
         sums.index_add_(0, cluster, q)  # n_c delta_c
         aligned += ((q @ z.T) * l[rows]).sum()
-    compactness = float(sums.norm(dim=1).sum() / n)
+    compactness = float(summed(sums).norm(dim=1).sum() / n)
     mean_length = min(max(compactness, 1e-6), 1 - 1e-6)
     kappa = mean_length * (d - mean_length**2) / (1 - mean_length**2)  # Banerjee et al. 2005
     bound = kappa * compactness + log_vmf_normaliser(d, kappa) - math.log(C)
-    return {"em_bound": bound, "em_alignment": float(-aligned / n / tau), "em_compactness": compactness}
+    return {"em_bound": bound, "em_alignment": float(-summed(aligned) / n / tau), "em_compactness": compactness}
 
 
 def log_vmf_normaliser(d: int, kappa: float) -> float:

@@ -26,7 +26,7 @@ from urrl.config import Training
 from urrl.data.augment import AnyPolicy, Rows, make_views, normalise
 from urrl.data.stream import Items, rows_of
 from urrl.errors import UserError, one_line
-from urrl.evaluate import infer
+from urrl.evaluate import outputs
 from urrl.files import UNREADABLE, append_text, sealed, unseal, write_text
 from urrl.methods import Batch, Method
 from urrl.nets import Network
@@ -87,6 +87,7 @@ def fit(method: Method, x: Items, policy: AnyPolicy, training: Training, seed: i
     if folder:
         write_text(folder / "metrics.jsonl", "".join(map(line_of, state.history)))
 
+    own = x[distributed.share(len(x))]
     method.total_epochs = training.epochs
     steps = count_batches(len(x), training.batch_size)
     show.start(training.epochs, steps, state.epoch)
@@ -104,7 +105,7 @@ def fit(method: Method, x: Items, policy: AnyPolicy, training: Training, seed: i
         torch.manual_seed(derive_seed(seed, "method", epoch))
         method.train()
         with counting() as counter:
-            figures = method.begin_epoch(epoch, lambda: infer(judged, x, policy))
+            figures = method.begin_epoch(epoch, lambda: outputs(judged, own, policy))
         state.flops += _operations(counter)
         prepared = time.perf_counter()
 

@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from urrl.data.stream import Items, Streamed
-from urrl.distributed import gather, share
+from urrl.distributed import every, everyone, mean, share, total
 from urrl.knn import cosine_topk
 from urrl.labels import Rows, weighted_rows
-from urrl.likelihood import estimate_mu, set_gain, set_log_likelihood
+from urrl.likelihood import estimate_mu, set_gain, set_log_likelihood_of
 
 SHARPNESS = (0.05, 0.1, 0.2, 0.4, 0.7, 1.0)
 GRID = (0.1, 0.2, 0.35, 0.5, 0.65)  # of mu
@@ -24,9 +24,9 @@ GRID = (0.1, 0.2, 0.35, 0.5, 0.65)  # of mu
 
 def principal_components(x: Tensor, d: int, whiten: bool = False) -> Tensor:
     """(n, ...) -> (n, d): the first components, found on about 10,000 rows; with `whiten` of equal variance, but for
-    those with next to none."""
+    those with next to none. Of several processes each has its share of the n."""
     x = x.flatten(1).float()
-    some = x[:: max(1, len(x) // 10_000)]
+    some = everyone(x[every(max(1, total(len(x)) // 10_000), len(x))])
     mean = some.mean(0)
     variance, axes = _eigh((some - mean).T @ (some - mean) / len(some))
     z = (x - mean) @ axes[:, -d:]
@@ -45,9 +45,9 @@ def _eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
 def patch_features(x: Tensor, filters: int = 128, side: int = 6) -> Tensor:
     """Images (n, ch, H, W) uint8 -> (n, 8 filters): single-layer features after Coates & Ng. The filters are random
     patches of the images themselves, at most as many as there are, in the whitened space of patches; responses are
-    rectified both ways and pooled over quadrants."""
+    rectified both ways and pooled over quadrants. Of several processes each has its share of the n."""
     rng = torch.Generator().manual_seed(0)
-    images = x[torch.randperm(len(x), generator=rng)[:4000].to(x.device)].float() / 255
+    images = everyone(x[every(max(1, total(len(x)) // 4000), len(x))]).float() / 255
     patches = F.unfold(images, side, stride=side).transpose(1, 2).flatten(0, 1)  # (many, ch side side)
     patches = patches[torch.randperm(len(patches), generator=rng)[:40_000].to(x.device)]
     floor = 10 / 255  # of a patch's variance, so that flat patches stay small
@@ -72,55 +72,55 @@ def patch_features(x: Tensor, filters: int = 128, side: int = 6) -> Tensor:
 class Vote(NamedTuple):
     """What neighbours say with their sets: for each class the summed log-likelihood of the sets, sharpened."""
 
-    near: Tensor  # (n, k) int32, nearest first
+    near: Tensor  # (m, k) int32, nearest first, for each row of this process: all n, where it is alone
     S: Tensor | Rows
     gain: Tensor  # (n,) log P(S | y in S) - log P(S | y not in S); the rest of a set's likelihood is alike for all y
     sharp: float  # neighbours are not independent
     mu: float
 
-    def score(self, rows: Tensor) -> Tensor:
-        """(b, C) log-likelihoods of the neighbours' sets, the item's own set left out."""
-        near = (self.near[part].long() for part in rows.split(4096))
+    def score(self, places: Tensor) -> Tensor:
+        """(b, C) log-likelihoods of the neighbours' sets, the item's own set left out, for some of those rows."""
+        near = (self.near[part].long() for part in places.split(4096))
         return torch.cat([weighted_rows(self.S, part, self.gain[part]) for part in near])
 
-    def on(self, rows: Tensor) -> Tensor:
+    def on(self, places: Tensor) -> Tensor:
         """(b, C) probabilities."""
-        return F.softmax(self.sharp * self.score(rows), 1)
+        return F.softmax(self.sharp * self.score(places), 1)
 
 
 def ballot(features: Tensor, S: Tensor | Rows, k: int = 200, mu: float | None = None) -> Vote:
-    """The vote of an item's neighbours among unit vectors (n, d).
+    """The vote of an item's neighbours among unit vectors (n, d), of which each of several processes has its share.
 
     How many of the k neighbours vote, mu, and how sharp the vote is are chosen without labels, by the likelihood of the
-    items' own sets: over a grid, because it has local optima, on at most 5,000 rows. Give mu where the features were
+    items' own sets: over a grid, because it has local optima, on about 5,000 rows. Give mu where the features were
     learned from the sets: an item then sits among those that agree with its own set, and mu would come out too small.
     """
     n, n_classes = S.shape
     k = min(k, max(10, n // (4 * n_classes)))  # a quarter of a class: more would reach into others
-    every = torch.arange(n, device=S.device)
-    mine = every[share(n)]  # of several processes each searches its part
-    near = torch.cat([i.gather(1, s.argsort(1, descending=True)).int() for _, s, i in cosine_topk(features, k, mine)])
-    (near,) = gather([near], n)
-    some = every[:: max(1, n // 5000)]
-    own, best = S[some], (-torch.inf, k, GRID[0], SHARPNESS[0])
+    rows = torch.arange(n, device=S.device)[share(n)]
+    near = torch.cat([i.gather(1, s.argsort(1, descending=True)).int() for _, s, i in cosine_topk(features, k)])
+    some = every(max(1, n // 5000), len(rows)).to(S.device)
+    own, grid, likelihoods = S[rows[some]], [], []
     for rate in GRID if mu is None else (mu,):
         gain = set_gain(S, rate)
         for part in sorted({max(1, k // 8), max(1, k // 4), max(1, k // 2), k}):
             score = Vote(near[:, :part], S, gain, 1.0, rate).score(some)
             for sharp in SHARPNESS:
-                likelihood = set_log_likelihood(F.softmax(sharp * score, 1), own, rate)
-                best = max(best, (float(likelihood), part, rate, sharp))
-    _, part, rate, sharp = best
+                grid.append((part, rate, sharp))
+                likelihoods.append(set_log_likelihood_of(F.softmax(sharp * score, 1), own, rate))
+    _, (part, rate, sharp) = max(zip(mean(torch.stack(likelihoods)).tolist(), grid))
     vote = Vote(near[:, :part], S, set_gain(S, rate), sharp, rate)
     if mu is None:
-        many = every[:: max(1, n // 100_000)]
-        vote = vote._replace(mu=estimate_mu(vote.on(many), S[many]))
+        many = every(max(1, n // 100_000), len(rows)).to(S.device)
+        vote = vote._replace(mu=estimate_mu(vote.on(many), S[rows[many]], mean))
     return vote
 
 
 def raw_features(x: Items) -> Tensor:
-    """Unit vectors of raw items. Colour images need features: for 12,000 images of CIFAR-10 at eta = mu = 0.3 the vote
-    on these is right for half of them. Grey images and feature vectors are taken as they are."""
+    """Unit vectors of raw items; of several processes, of its share of them. Colour images need features: for 12,000
+    images of CIFAR-10 at eta = mu = 0.3 the vote on these is right for half of them. Grey images and feature vectors
+    are taken as they are."""
+    x = x[share(len(x))]
     if isinstance(x, Streamed):
         x = x.small()
     if x.dim() == 4 and x.shape[1] == 3 and min(x.shape[2:]) >= 12:

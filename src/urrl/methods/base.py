@@ -81,8 +81,8 @@ class Method(nn.Module):
         """Before the first epoch: a look at the raw training items, in index order."""
 
     def begin_epoch(self, epoch: int, infer: Callable[[], Out]) -> dict[str, float]:
-        """Before an epoch; `infer()` gives the outputs for all training items, un-augmented, in index order.
-        Returns figures for the epoch's record."""
+        """Before an epoch; `infer()` gives the outputs for this process's share of the training items, un-augmented, in
+        index order: for all of them, where it is alone. Returns figures for the epoch's record."""
         return {}
 
     def loss(self, batch: Batch) -> Step:

@@ -20,11 +20,11 @@ from torch import Tensor
 from urrl.candidates import CandidateSets
 from urrl.config import option
 from urrl.data.stream import Items
-from urrl.distributed import gather, partners, share
+from urrl.distributed import everyone, partners, share, summed
 from urrl.errors import UserError
 from urrl.functional import complement_nll, draw_lambda, kl_to, renormalise_on, soft_cross_entropy
 from urrl.knn import cosine_topk
-from urrl.labels import Rows, row_blocks, weighted_rows
+from urrl.labels import Rows, own_blocks, row_blocks, weighted_rows
 from urrl.likelihood import log_given
 from urrl.methods.base import Batch, Method, Step
 from urrl.nets import Network, Out
@@ -107,7 +107,7 @@ class URRL(Method):
                 # and the vote repeats it; the directions that do not tell the classes apart find others.
                 z = F.normalize(principal_components(out.feature, 128, whiten=True), dim=1)
                 vote = ballot(z, self._sets(), c.k, known)
-                self._follow(lambda r: (out.logits[r].softmax(1) * vote.on(r)).sqrt(), vote.mu, epoch)
+                self._follow(lambda places: (out.logits[places].softmax(1) * vote.on(places)).sqrt(), vote.mu, epoch)
             self.z.copy_(prototypes(out.q, self.l))
         now = sum(int((self.added[rows] == epoch).sum()) for rows in row_blocks(self.added))
         return {"corrected_now": now, **em_figures(out, self.S, self.l, self.z, c.tau)}
@@ -116,21 +116,21 @@ class URRL(Method):
         """S as it was given."""
         return self.S & (self.added < 0) if self.kept is None else self.kept.given
 
-    def _follow(self, share: Callable[[Tensor], Tensor], mu: float, epoch: int) -> None:
+    def _follow(self, shares: Callable[[Tensor], Tensor], mu: float, epoch: int) -> None:
         """vote="sets": l is what the neighbours' sets, as they were given, and the network say together, times the
         likelihood of the item's own set. A vote by the neighbours' l repeats what the network believes; the sets are
         fresh evidence at every epoch, and the more alike the neighbours become, the more of it adds up.
-        share: rows (b,) -> (b, C)."""
+        shares: places (b,) among this process's rows -> (b, C)."""
         c = self.config
         self.mu.fill_(mu)
-        for rows in row_blocks(self.S):
-            p = (share(rows).clamp_min(1e-8).log() + log_given(self.given(rows), mu)).softmax(1)
+        for rows, places in own_blocks(self.S):
+            p = (shares(places).clamp_min(1e-8).log() + log_given(self.given(rows), mu)).softmax(1)
             if c.use_correction and epoch >= c.correct_from_epoch:
                 best, label = p.max(1)
                 # p is a probability: a label with more than half of it is likelier than all others together
                 enters = (best > (0.5 if c.adapt else c.phi)) & ~self.S[rows].gather(1, label[:, None]).squeeze(1)
-                self.enter(rows[enters], label[enters], best[enters], epoch)
-            self.l[rows] = renormalise_on(self.S[rows], p)
+                self.enter(everyone(rows[enters]), everyone(label[enters]), everyone(best[enters]), epoch)
+            self.l[everyone(rows)] = everyone(renormalise_on(self.S[rows], p))
 
     def loss(self, batch: Batch) -> Step:
         return self._one_view_loss(batch) if self.config.one_view else self._paper_loss(batch)
@@ -187,20 +187,25 @@ class URRL(Method):
             super().refine(batch, step)
 
 
+# Of several processes each has its share of f and q, and all of S and l.
+
+
 def prototypes(q: Tensor, l: Tensor | Rows) -> Tensor:
     """z_c = Normalize(mean over i of q_i l_i^c): (C, d)."""
-    return F.normalize(torch.stack([l[rows].T @ q[rows] for rows in row_blocks(l)]).sum(0) / len(q), dim=1)
+    sums = torch.stack([l[rows].T @ q[places] for rows, places in own_blocks(l)]).sum(0)
+    return F.normalize(summed(sums) / len(l), dim=1)
 
 
 def class_thresholds(p: Tensor, S: Tensor | Rows) -> Tensor:
     """(C,): one standard deviation below the mean confidence in each class, over the items whose argmax of p it is and
     that have it in S; at least 1/2. A label enters another item where p is about as sure of it as there."""
-    count, total, square = torch.zeros(3, p.shape[1], device=p.device)
-    for rows in row_blocks(S):
-        best, label = p[rows].max(1)
+    sums = torch.zeros(3, p.shape[1], device=p.device)
+    for rows, places in own_blocks(S):
+        best, label = p[places].max(1)
         there = S[rows].gather(1, label[:, None]).squeeze(1)
-        for power, sums in enumerate((count, total, square)):
-            sums.index_add_(0, label[there], best[there].float() ** power)
+        for power in range(3):
+            sums[power].index_add_(0, label[there], best[there].float() ** power)
+    count, total, square = summed(sums)
     mean = total / count.clamp_min(1)
     deviation = (square / count.clamp_min(1) - mean**2).clamp_min(0).sqrt()
     return (mean - deviation).clamp_min(0.5)
@@ -215,16 +220,15 @@ def corrections(f: Tensor, q: Tensor, l: Tensor | Rows, S: Tensor | Rows, k: int
     """
     slack = 1e-5  # for the rounding of the vote's sum
     phi = torch.as_tensor(phi, device=q.device).expand(S.shape[1])  # (C,)
-    can = [(f[rows].masked_fill(S[rows], 0) > 2 * phi - 1 - slack).any(1) for rows in row_blocks(S)]
-    possible = torch.cat(can).nonzero().squeeze(1)
-    found = [(q[:0, 0], possible[:0])]
-    for row, similarity, neighbour in cosine_topk(q, k, possible[share(len(possible))]):  # each process its part
+    can = [(f[places].masked_fill(S[rows], 0) > 2 * phi - 1 - slack).any(1) for rows, places in own_blocks(S)]
+    first = share(len(S)).start
+    found = []
+    for places, similarity, neighbour in cosine_topk(q, k, torch.cat(can).nonzero().squeeze(1)):
         w = (similarity / tau).softmax(1)  # (b, K)
         vote = weighted_rows(l, neighbour, w)  # (b, C)
-        best, label = (f[row] / 2 + vote / 2).max(1)
-        found.append((best, label))
-    best, label = (gather([torch.cat(part)], len(possible))[0] for part in zip(*found))
-    enters = best > phi[label]
-    possible, label, best = possible[enters], label[enters], best[enters]
-    enters = ~S[possible].gather(1, label[:, None]).squeeze(1)
-    return possible[enters], label[enters], best[enters]
+        best, label = (f[places] / 2 + vote / 2).max(1)
+        rows = first + places
+        enters = (best > phi[label]) & ~S[rows].gather(1, label[:, None]).squeeze(1)
+        found.append((rows[enters], label[enters], best[enters]))
+    rows, label, best = (everyone(torch.cat(part)) for part in zip(*found))
+    return rows, label, best
