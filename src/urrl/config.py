@@ -12,6 +12,7 @@ from urrl.errors import UserError
 
 T = TypeVar("T")
 LARGEST = 1e30  # single precision holds little more
+SMALLEST = 16  # pixels a side of what net=lean, which halves it three times, takes
 
 
 def option(default: Any, doc: str, low: float | None = None, high: float | None = None,
@@ -24,7 +25,7 @@ def option(default: Any, doc: str, low: float | None = None, high: float | None 
 class Training:
     """How a network is trained, whatever the method."""
 
-    net: str = option("preact", "network: preact (PreAct ResNet-18), fast (for CPUs) or mlp (feature vectors)")
+    net: str = option("preact", "preact (PreAct ResNet-18), lean or fast (small, for CPUs) or mlp (feature vectors)")
     width: int = option(64, "channels of the first stage", 1, 4096)
     embed_dim: int = option(50, "size d of the embedding q", 1, 65536)
     head: str = option("linear", "embedding head", choices=("linear", "mlp"))
@@ -139,13 +140,13 @@ def _paper(dataset: str, method: str) -> dict[str, Any]:
 def _fast(dataset: str, method: str) -> dict[str, Any]:
     """For two cores: a small net, a short schedule with a warm-up, no early stop; URRL with its fast switches."""
     values: dict[str, Any] = dict(
-        net="fast", width=32, embed_dim=64, epochs=40, lr=0.1, warmup=0.2, schedule="linear", nesterov=True,
+        net="lean", width=32, embed_dim=64, epochs=40, lr=0.1, warmup=0.2, schedule="linear", nesterov=True,
         weight_decay=5e-4, decay_norm=False, ema=0.997, patience=0, flip_test=True,
     )  # fmt: skip
     if method == "urrl":
         values |= dict(start="vote", vote="sets", one_view="weak", alpha=0.0, w_m=1.0)
     if dataset == "digits":
-        values |= dict(width=16, epochs=60, batch_size=64, ema=0.98, flip_test=False)
+        values |= dict(net="fast", width=16, epochs=60, batch_size=64, ema=0.98, flip_test=False)
         if method == "urrl":  # a few hundred items a class: mixing keeps the network from learning them by heart
             values |= dict(alpha=1.0)
     return values | _fast_baseline(method)
@@ -175,7 +176,7 @@ def by_size(n: int, shape: tuple[int, ...], method: str) -> dict[str, Any]:
         return (
             values | dict(net="mlp", width=256, weight_decay=5e-3) | (dict(lr=0.05) if method not in _ON_PICO else {})
         )
-    return values | dict(width=16 if shape[1] < 16 else 32)
+    return values | (dict(net="fast", width=16) if min(shape[1:]) < SMALLEST else dict(net="lean", width=32))
 
 
 def resolve(dataset: str, method: str, recipe: str, method_config: type, settings: dict[str, Any],

@@ -10,8 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from urrl.config import SMALLEST
 from urrl.errors import UserError
 from urrl.nets.fast import FastResNet
+from urrl.nets.lean import LeanNet
 from urrl.nets.mlp import MLP
 from urrl.nets.preact_resnet import PreActResNet18
 
@@ -44,6 +46,7 @@ class Network(nn.Module):
 
 NETS: dict[str, Callable[[tuple[int, ...], int], nn.Module]] = {  # (shape of one item, width) -> backbone
     "preact": lambda shape, width: PreActResNet18(shape[0], width),
+    "lean": LeanNet,
     "fast": FastResNet,
     "mlp": MLP,
 }
@@ -55,6 +58,8 @@ def build_network(name: str, shape: tuple[int, ...], n_classes: int, width: int,
     if (name == "mlp") != (len(shape) == 1):
         kind = "feature vectors" if len(shape) == 1 else "images"
         raise UserError(f"net {name!r} does not take {kind}; choose {'mlp' if len(shape) == 1 else 'fast'}")
+    if name == "lean" and min(shape[1:]) < SMALLEST:
+        raise UserError(f"net 'lean' takes images of at least {SMALLEST} pixels a side; choose fast")
     with torch.device("meta"):  # takes no memory
         size = sum(4 * p.numel() for p in Network(NETS[name](shape, width), n_classes, embed_dim, head).parameters())
     # Gradients and momentum take as much each.

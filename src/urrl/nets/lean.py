@@ -1,0 +1,28 @@
+"""The net of the fast recipe: a stem and three pairs of 3x3 convolutions. Each pair halves the image, by maxima, and
+doubles the width; after cifar10-airbench (Jordan, 2024)."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+STEM = 24  # channels
+
+
+def pair(inputs: int, outputs: int) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(inputs, outputs, 3, 1, 1, bias=False), nn.MaxPool2d(2), nn.BatchNorm2d(outputs), nn.GELU(),
+        nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False), nn.BatchNorm2d(outputs), nn.GELU(),
+    )  # fmt: skip
+
+
+class LeanNet(nn.Module):
+    def __init__(self, shape: tuple[int, ...], width: int = 32):
+        super().__init__()
+        channels, side = shape[0], min(shape[1:])
+        self.out_features = 4 * width
+        stride = max(1, round(side / 32))  # what is larger than 32 pixels is made smaller at once
+        self.stem = nn.Sequential(nn.Conv2d(channels, STEM, 2 * stride, stride), nn.GELU())
+        self.pairs = nn.Sequential(pair(STEM, width), pair(width, 2 * width), pair(2 * width, 4 * width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.pairs(self.stem(x)).amax((2, 3))  # (B, 4 width)
