@@ -10,7 +10,12 @@ IMAGES = [(3, 32, 32), (1, 28, 28), (1, 8, 8)]
 
 
 @pytest.mark.parametrize("head", ["linear", "mlp"])
-@pytest.mark.parametrize("name, shape", [(n, s) for n in ("preact", "fast") for s in IMAGES] + [("mlp", (20,))])
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [(n, s) for n in ("preact", "fast") for s in IMAGES]
+    + [("lean", s) for s in (*IMAGES[:2], (1, 16, 16), (3, 16, 90), (3, 48, 64), (1, 300, 200))]
+    + [("mlp", (20,))],
+)
 def test_outputs(name, shape, head):
     net = build_network(name, shape, n_classes=7, width=4, embed_dim=6, head=head)
     out = net(torch.randn(5, *shape))
@@ -26,6 +31,17 @@ def test_preact_resnet18_has_its_published_size():
     assert sum(p.numel() for p in net.parameters()) - embedding == 11_172_170  # with the batch norm before the pooling
 
 
+def test_larger_images_do_not_cost_the_lean_net_more():
+    def inside(shape):
+        seen = []
+        net = build_network("lean", shape, 10, 4, 4, "linear")
+        net.backbone.stem.register_forward_hook(lambda module, inputs, out: seen.append(tuple(out.shape[2:])))
+        net(torch.randn(2, *shape))
+        return seen[0]
+
+    assert inside((3, 32, 32)) == inside((3, 64, 64)) == inside((3, 128, 128)) == (31, 31)
+
+
 @pytest.mark.parametrize(
     ("name", "shape", "head", "named"),
     [
@@ -33,6 +49,8 @@ def test_preact_resnet18_has_its_published_size():
         ("mlp", (3, 32, 32), "linear", "mlp"),
         ("fast", (20,), "linear", "feature vectors"),
         ("fast", (1, 28, 28), "deep", "head 'deep'"),
+        ("lean", (1, 40, 15), "linear", "at least 16 pixels a side; choose fast"),
+        ("lean", (20,), "linear", "feature vectors"),
     ],
 )
 def test_what_does_not_fit_is_named(name, shape, head, named):

@@ -12,8 +12,10 @@ from scipy import stats
 
 from tests.runs import TINY, call
 from urrl import paper
-from urrl.bench import make_cell, read_grid
+from urrl.bench import Cell, make_cell, read_grid
+from urrl.config import by_size, resolve
 from urrl.files import write_json
+from urrl.methods import METHODS
 
 SEEDS = {"urrl": [92.0, 93.0, 94.0], "cc": [80.0, 82.0, 87.0], "supervised": [95.0, 95.5, 96.0]}
 
@@ -281,3 +283,18 @@ def test_paper_values_are_for_the_paper_s_conditions_only(tmp_path):
     assert call("report", tmp_path).code == 0
     text = (tmp_path / "report.md").read_text()
     assert text.count("paper 93.17") == 1 and "sets swap" in text
+
+
+def test_what_the_size_of_a_table_decides_is_no_variant(tmp_path):
+    """The folds of all methods come into one table, although each method has its own learning rate."""
+    for method, settings in (("urrl", {}), ("pico", {}), ("cc", {}), ("cc", {"lr": 0.01})):
+        for fold in range(2):
+            cell = {"eta": None, "mu": None, "convention": None, "seed": 0, "split": f"fold:{fold}", "subset": None}
+            base = by_size(1000, (100,), method)
+            run = resolve("lost", method, "fast", METHODS[method].Config, settings, base, **cell)
+            fake(tmp_path, Cell(run, {}), 60.0 + fold)
+    assert call("report", tmp_path).code == 0
+    text = (tmp_path / "report.md").read_text()
+    tables = [rows(part, "### Test accuracy")[0] for part in text.split("\n## ")[1:]]
+    assert sorted(tables) == [["η", "μ", "CC"], ["η", "μ", "URRL", "PiCO", "CC"]]
+    assert text.count("60.50 ± 0.71") == 4

@@ -53,7 +53,7 @@ class Entry:
         c, t = self.config, self.config["training"]
         split = c["split"].partition(":")[0]  # the folds are repetitions
         data = (c.get("data_sha256") or "")[:6]  # a user's own
-        lr = t["lr"] if t["net"] == "mlp" else None  # of features the size decides
+        lr = t["lr"] if t["net"] == "mlp" and t["lr"] != usual(c).get("lr", t["lr"]) else None  # else in `variant`
         return (c["dataset"], c["recipe"], t["net"], t["width"], t["epochs"], t["batch_size"], lr, c["subset"],
                 c["convention"], split, data)  # fmt: skip
 
@@ -146,6 +146,19 @@ def _say(line: str) -> None:
     print(f"urrl: {line}", file=sys.stderr)
 
 
+def by_its_size(config: dict[str, Any]) -> bool:
+    """Whether the number and the shape of the items decided over settings."""
+    return config.get("data_sha256") is not None or config["training"]["net"] == "mlp"
+
+
+def usual(config: dict[str, Any]) -> dict[str, Any]:
+    """What the recipe sets for the method; of few feature vectors, where sizes decide."""
+    from urrl.config import RECIPES, by_size
+
+    values = RECIPES[config["recipe"]](config["dataset"], config["method"]) if config["recipe"] in RECIPES else {}
+    return values | (by_size(2, (1,), config["method"]) if by_its_size(config) and config["recipe"] == "fast" else {})
+
+
 def variant(config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """(name of the method, what is set otherwise than in its recipe); for URRL, than in the paper's form where that is
     shorter to say."""
@@ -158,11 +171,13 @@ def variant(config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     if method not in METHODS or recipe is None:
         return name, {}
     values = recipe(config["dataset"], method)
-    own = vars(build(METHODS[method].Config, {k: v for k, v in values.items() if k in config["options"]}))
+    own = dict(vars(build(METHODS[method].Config, {k: v for k, v in values.items() if k in config["options"]})))
     training = vars(build(Training, {k: v for k, v in values.items() if k not in config["options"]}))
-    data = config.get("data_sha256") is not None or config["training"]["net"] == "mlp"  # then the size decides
     told = ("net", "width", "epochs", "batch_size")  # in the title
-    also = {} if data else {k: v for k, v in config["training"].items() if k not in told and training.get(k, v) != v}
+    also = {k: v for k, v in config["training"].items() if k not in told and training.get(k, v) != v}
+    if by_its_size(config):
+        also = {}
+        own |= {k: v for k, v in config["options"].items() if usual(config).get(k) == v}
     differs = {k: v for k, v in config["options"].items() if own.get(k, v) != v}
     if method == "urrl":
         printed = paper_form(config["dataset"])
