@@ -11,8 +11,10 @@ import time
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from tests import processes
 from tests.runs import call, outcome
@@ -24,6 +26,7 @@ from urrl.cli import main
 from urrl.data import DATASETS
 from urrl.data.augment import POLICIES
 from urrl.data.own import from_arrays
+from urrl.data.stream import from_files
 from urrl.distributed import everyone, gather, mean, partners, share, sum_gradients, summed, synchronise
 from urrl.knn import cosine_topk
 from urrl.methods import METHODS
@@ -226,6 +229,29 @@ def test_feature_vectors(tmp_path):
     _features(tmp_path / "1")
     processes.values(3, _features, tmp_path / "3")
     assert_same_answer(tmp_path / "1", tmp_path / "3")
+
+
+def _streamed(images, folder):
+    y = torch.arange(48) % 3
+    data = from_arrays(
+        from_files(sorted(images.iterdir()), (1, 12, 12), workers=1), generate(y, 3, 0.3, 0.1).mask, "abc", y
+    )
+    run, splits, sets = make_own_run(data, "urrl", {"epochs": 2, "batch_size": 20, "width": 2, "sync_bn": True}, seed=0)
+    with without_curves():
+        train(run, data, splits, sets, folder, device="cpu")
+
+
+def test_streamed_images(tmp_path):
+    """Each process has workers of its own, which read its share."""
+    (tmp_path / "images").mkdir()
+    rng = np.random.default_rng(0)
+    for i in range(48):
+        pixels = rng.integers(0, 100, (12, 12), dtype=np.uint8)
+        pixels[4 * (i % 3) : 4 * (i % 3) + 4] += 100
+        Image.fromarray(pixels).save(tmp_path / "images" / f"{i:02}.png")
+    _streamed(tmp_path / "images", tmp_path / "1")
+    processes.values(2, _streamed, tmp_path / "images", tmp_path / "2")
+    assert_same_answer(tmp_path / "1", tmp_path / "2")
 
 
 # ---- a process is lost -----------------------------------------------------------------------------------
