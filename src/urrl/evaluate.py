@@ -18,14 +18,14 @@ from urrl.nets import Network, Out
 
 
 @torch.no_grad()
-def infer(net: Network, x: Items, policy: AnyPolicy, flip: bool = False, batch: int = 1000) -> Out:
+def infer(net: Network, x: Items, policy: AnyPolicy, flip: bool = False, batch: int = 256) -> Out:
     """`outputs` of all of x, to which every process does its share."""
     own = outputs(net, x[distributed.share(len(x))], policy, flip, batch)
     return Out(*distributed.gather(own, len(x)))
 
 
 @torch.no_grad()
-def outputs(net: Network, x: Items, policy: AnyPolicy, flip: bool = False, batch: int = 1000) -> Out:
+def outputs(net: Network, x: Items, policy: AnyPolicy, flip: bool = False, batch: int = 256) -> Out:
     """Of the network in eval mode for x, un-augmented, in order; with `flip`, log of the mean probability over the
     image and its mirror image in place of the logits."""
     was_training = net.training
