@@ -298,3 +298,19 @@ def test_what_the_size_of_a_table_decides_is_no_variant(tmp_path):
     tables = [rows(part, "### Test accuracy")[0] for part in text.split("\n## ")[1:]]
     assert sorted(tables) == [["η", "μ", "CC"], ["η", "μ", "URRL", "PiCO", "CC"]]
     assert text.count("60.50 ± 0.71") == 4
+
+
+def test_a_damaged_file_costs_no_other_run(tmp_path):
+    whole, torn, failed = (make_cell({"dataset": "digits", "method": m, "eta": 0.3, "mu": 0.3}, {}, None)
+                           for m in ("urrl", "cc", "rc"))  # fmt: skip
+    fake(tmp_path, whole, 90.0)
+    (fake(tmp_path, torn, 80.0) / "metrics.jsonl").write_text("{\n")  # and there is no checkpoint to read it from
+    (fake(tmp_path, failed, error="x") / "error.json").write_text("{")
+    (tmp_path / "grids").mkdir()
+    (tmp_path / "grids" / "a.json").write_text("[")
+    done = call("report", tmp_path)
+    assert done.code == 0
+    for words in ("its epochs are left out", "why the run failed is not known", "what was planned is left out"):
+        assert words in done.err
+    text = (tmp_path / "report.md").read_text()
+    assert "3 runs: 2 finished, 1 failed" in text and "90.00" in text and "80.00" in text

@@ -13,11 +13,12 @@ import math
 import re
 import statistics
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import urrl
 from urrl import paper
@@ -26,6 +27,8 @@ from urrl.files import read_json, write_text
 from urrl.progress import clock
 from urrl.tables import protect
 from urrl.train import read_history
+
+T = TypeVar("T")
 
 NAMES = {
     "urrl": "URRL", "proden": "PRODEN", "rc": "RC", "cc": "CC", "rabs": "RABS", "pico": "PiCO", "pico_plus": "PiCO+",
@@ -46,6 +49,7 @@ class Entry:
     error: str | None = None
     history: list[dict[str, Any]] = field(default_factory=list)
     study: bool = False  # there for the ablation or for phi only
+    pictured: bool = False  # there for the t-SNE figure
 
     @property
     def setting(self) -> tuple[Any, ...]:
@@ -115,11 +119,14 @@ def find_runs(root: Path) -> list[Entry]:
             continue
         if {"dataset", "method", "training", "options"} <= config.keys():
             found[path.parent] = _entry(path.parent, config)
-    for plan in sorted(root.rglob("grids/*.json")):
-        for cell in read_json(plan)["cells"]:
-            folder = plan.parents[1] / cell.pop("folder")
+    for path in sorted(root.rglob("grids/*.json")):
+        plan = _whole(partial(read_json, path), "what was planned is left out") or {"grid": "", "cells": []}
+        for cell in plan["cells"]:
+            folder = path.parents[1] / cell.pop("folder")
             if folder not in found:
                 found[folder] = _entry(folder, cell)
+            if plan["grid"] == "paper:tsne":
+                found[folder] = replace(found[folder], pictured=True)
     if not found:
         raise UserError(problems[0] if problems else f"{root}: no run below this folder (no config.json)")
     for problem in problems:
@@ -132,14 +139,23 @@ def find_runs(root: Path) -> list[Entry]:
 
 
 def _entry(folder: Path, config: dict[str, Any]) -> Entry:
-    result = None
+    result = error = None
     if (folder / "result.json").exists():
-        try:
-            result = read_json(folder / "result.json")
-        except UserError as problem:
-            _say(f"{problem}; the run counts as not done")
-    error = read_json(folder / "error.json")["error"] if (folder / "error.json").exists() else None
-    return Entry(folder, config, result, error, read_history(folder, _say))
+        result = _whole(partial(read_json, folder / "result.json"), "the run counts as not done")
+    if (folder / "error.json").exists():
+        told = _whole(partial(read_json, folder / "error.json"), "why the run failed is not known")
+        error = told["error"] if told else "not known: error.json is damaged"
+    history = _whole(partial(read_history, folder, _say), "its epochs are left out")
+    return Entry(folder, config, result, error, history or [])
+
+
+def _whole(read: Callable[[], T], otherwise: str) -> T | None:
+    """What is read, or None and a word about it where the file is damaged."""
+    try:
+        return read()
+    except UserError as problem:
+        _say(f"{problem}; {otherwise}")
+        return None
 
 
 def _say(line: str) -> None:
@@ -594,7 +610,7 @@ class Section:
     parts: list[Table | Picture | str]
 
 
-def sections(root: Path, entries: list[Entry], data_dir: Path | None) -> list[Section]:
+def sections(entries: list[Entry], data_dir: Path | None) -> list[Section]:
     made = []
     for setting, here in sorted(groups(entries, lambda e: e.setting).items(), key=lambda pair: str(pair[0])):
         parts: list[Table | Picture | str | None] = []
@@ -620,9 +636,7 @@ def sections(root: Path, entries: list[Entry], data_dir: Path | None) -> list[Se
             "an untrained network puts all items close together, which counts as compact: the curves begin high.",
         ))  # fmt: skip
         made.append(Section(setting_title(setting), [part for part in parts if part]))
-    planned = {plan.parents[1] / cell["folder"] for plan in sorted(root.rglob("grids/*.json"))
-               if (held := read_json(plan))["grid"] == "paper:tsne" for cell in held["cells"]}  # fmt: skip
-    if pictured := [e for e in entries if e.folder in planned and e.result]:
+    if pictured := [e for e in entries if e.pictured and e.result]:
         try:
             made.append(Section("The encoders' features", [tsne_picture(pictured, data_dir)]))
         except UserError as error:  # the rest of the report does not depend on it
@@ -720,7 +734,7 @@ def report(args: argparse.Namespace) -> None:
     if out.suffix != ".html":
         raise UserError(f"{out}: the report is a .html; the tables are written beside it")
     entries = find_runs(args.folder)
-    made = sections(args.folder, entries, args.data_dir)
+    made = sections(entries, args.data_dir)
     done, failed = sum(e.result is not None for e in entries), sum(e.error is not None for e in entries)
     about = f"{len(entries)} runs: {done} finished, {failed} failed, {len(entries) - done - failed} missing."
     out.parent.mkdir(parents=True, exist_ok=True)
