@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from step import PAPER_FORM
 
+from urrl.allocator import keep_memory
 from urrl.candidates import CandidateSets, generate
 from urrl.config import resolve
 from urrl.data.augment import POLICIES, make_views
@@ -117,6 +118,7 @@ def main() -> None:
     parser.add_argument("--methods", help="some of them, by comma; supervised always runs")
     parser.add_argument("--data", default="fmnist", choices=SHAPES, help="whose shape the images have")
     args = parser.parse_args()
+    keep_memory()  # as `urrl train` does
     names = args.methods.split(",") if args.methods else [*METHODS, "urrl_paper"]
     contenders = {name: Contender(name, args.data) for name in ["supervised", *(n for n in names if n != "supervised")]}
     for contender in contenders.values():

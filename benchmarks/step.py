@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from urrl.allocator import keep_memory
 from urrl.candidates import generate
 from urrl.config import Training, resolve
 from urrl.data import Dataset, load
@@ -126,6 +127,7 @@ def main() -> None:
     parser.add_argument("--data-dir", type=Path)
     parser.add_argument("--subset", type=int, help="items of the epoch measurement (default: all of F-MNIST)")
     args = parser.parse_args()
+    keep_memory()  # as `urrl train` does
     figures: dict[str, float] = {}
     print(f"{'':<40}{'ratio':>8}{'bare step':>12}")
     for name, title in (("fmnist", "F-MNIST"), ("cifar10", "CIFAR + AutoAugment")):

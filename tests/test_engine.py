@@ -1,6 +1,9 @@
-"""What the loop can do on machines with more than two cores."""
+"""What the loop and its process do besides learning."""
 
 import json
+import platform
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -57,3 +60,23 @@ def test_what_a_method_looks_at_after_a_step_is_counted(tmp_path):
         assert call(*small, "--method", method, "--out", tmp_path / method).code == 0
         flops[method] = json.loads((tmp_path / method / "result.json").read_text())["train_flops"]
     assert flops["rc"] > 1.1 * flops["proden"]
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc alone gives memory back at every step")
+def test_memory_is_kept():
+    code = "\n".join([
+        "import resource, sys, numpy",
+        "from urrl.allocator import keep_memory",
+        "if sys.argv[1] == 'kept': keep_memory()",
+        "faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt",
+        "step = lambda: [numpy.ones(10_000_000, dtype=numpy.uint8) for _ in range(4)]",
+        "step(), step()",
+        "before = faults()",
+        "step()",
+        "print(faults() - before)",
+    ])  # fmt: skip
+    pages = {
+        how: int(subprocess.run([sys.executable, "-c", code, how], capture_output=True, check=True).stdout)
+        for how in ("kept", "given back")
+    }
+    assert pages["kept"] < 100 < pages["given back"]

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import urrl
 from urrl import interrupt
+from urrl.allocator import keep_memory
 from urrl.errors import Lost, UserError, one_line, printable
 
 TRAIN_EXAMPLES = """examples:
@@ -218,6 +219,7 @@ def main() -> int:
     """The program: one line and exit code 2 for a user's mistake, never a traceback for it."""
     arguments = sys.argv[1:]
     interrupt.remember()
+    keep_memory()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # the name of a file may be nothing that a terminal shows

@@ -17,11 +17,13 @@ def work(job: dict[str, Any]) -> str:
     """Do the run `name` in the folder `out`: "done", "failed" (error.json says why) or "busy" (in other hands)."""
     import torch
 
+    from urrl.allocator import keep_memory
     from urrl.errors import Busy, one_line
     from urrl.files import write_json, write_text
     from urrl.run import make_run, train
 
     out, name = Path(job["out"]), job["name"]
+    keep_memory()
     try:
         torch.set_num_threads(job["threads"])
         run, dataset, splits, sets = make_run(**job["arguments"])
