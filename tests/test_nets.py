@@ -35,7 +35,8 @@ def test_larger_images_do_not_cost_the_lean_net_more():
     def inside(shape):
         seen = []
         net = build_network("lean", shape, 10, 4, 4, "linear")
-        net.backbone.stem.register_forward_hook(lambda module, inputs, out: seen.append(tuple(out.shape[2:])))
+        stem = net.backbone.get_submodule("stem")
+        stem.register_forward_hook(lambda module, inputs, out: seen.append(tuple(out.shape[2:])))
         net(torch.randn(2, *shape))
         return seen[0]
 
