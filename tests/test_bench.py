@@ -108,7 +108,7 @@ def test_ablation_and_phi_are_about_the_paper_s_urrl(recipe):
         values = [c.run for c in phi if c.run.dataset == dataset]
         assert [r.options.phi for r in values] == list(paper.PHI)
         assert all((r.eta, r.mu) == (eta, mu) and r.options.one_view == "" for r in rows + values)
-        assert {r.training.net for r in rows} == {"fast" if recipe == "fast" else "preact"}
+        assert {r.training.net for r in rows} == {"lean" if recipe == "fast" else "preact"}
     shared = {c.name for c in ablation} & {c.name for c in phi}
     assert len(shared) == 2  # the whole URRL at the paper's phi is trained once for both
     assert paper_form("cifar100")["phi"] == 0.8 and paper_form("cifar10")["phi"] == 0.7
