@@ -99,6 +99,7 @@ FAST_FORM = {"start": "vote", "vote": "sets", "one_view": "weak"}
 FORMS: list[tuple[str, dict]] = [
     ("urrl", dict(phi=0.2, k=15, **PAPER_FORM)),
     ("urrl", dict(phi=0.2, k=15, **FAST_FORM)),
+    ("urrl", dict(phi=0.2, k=15, learn="sets", **FAST_FORM)),
     ("irnet", dict(start=0.0, threshold=0.0)),
     *((name, {}) for name in METHODS if name not in ("urrl", "irnet")),
 ]

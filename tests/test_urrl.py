@@ -1,6 +1,7 @@
 """The fast URRL agrees with the paper's literal loops, over swept parameters and random states."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -219,6 +220,46 @@ def test_one_view_loss_is_the_weighted_sum_on_one_mixed_view():
     assert step.terms["m"].item() == pytest.approx(slow_m, rel=1e-4)
     assert step.terms["cr"].item() == pytest.approx(slow_cr, rel=1e-4)
     assert step.total.item() == pytest.approx(3.0 * slow_m + 0.5 * slow_cr, rel=1e-4)
+
+
+def test_learning_from_sets_is_the_likelihood_of_all_that_they_say():
+    """learn="sets": -log of the sum over y of f_y e_y, where e is the vote, to a power that falls from 1 to 0 while
+    there are votes, times the likelihood of the item's own set; labels outside S share what is theirs alike. Mixed
+    items add up."""
+    S = random_sets(30, 4, torch.Generator().manual_seed(0))
+    one_view: dict[str, Any] = dict(one_view="weak", vote="sets", learn="sets")
+    options = URRLConfig(alpha=2.0, w_m=3.0, w_cr=0.5, phi=0.5, voting=0.5, **one_view)
+    method = blob_method(URRL, S, options).eval()
+    rng = torch.Generator().manual_seed(1)
+    q = unit_rows(30, method.net.embed_dim, rng)
+    method.total_epochs = 8
+    method.begin_epoch(1, lambda: Out(4 * torch.randn(30, 4, generator=rng), q, q))
+    assert (method.S != S).any(), "no label entered: the test says nothing of those"
+    z = torch.nn.functional.normalize(principal_components(q, 128, whiten=True), dim=1)
+    vote = ballot(z, S, 200)
+    said = vote.on(torch.arange(30)) ** 0.75 * log_given(S, vote.mu).exp()
+    evidence = np.zeros((30, 4))
+    for i in range(30):
+        outside = [c for c in range(4) if not method.S[i, c]]
+        for c in range(4):
+            shared = np.mean([float(said[i, o]) for o in outside]) if c in outside else float(said[i, c])
+            evidence[i, c] = shared / float(said[i].sum())
+    x = torch.randn(30, *method.shape)
+    torch.manual_seed(5)
+    step = method.loss(Batch(torch.arange(30), {"weak": x}))
+    torch.manual_seed(5)
+    lam, j = torch.distributions.Beta(2.0, 2.0).sample(), torch.randperm(30)
+    out = method.net(lam * x + (1 - lam) * x[j])
+
+    def slow(logits):
+        f = [reference.softmax(row.tolist()) for row in logits]
+        own = [-math.log(sum(f[i][c] * evidence[i, c] for c in range(4))) for i in range(30)]
+        other = [-math.log(sum(f[i][c] * evidence[int(j[i]), c] for c in range(4))) for i in range(30)]
+        return float(lam) * np.mean(own) + (1 - float(lam)) * np.mean(other)
+
+    assert step.terms["cr"].item() == pytest.approx(slow(out.logits), rel=1e-4)
+    assert step.terms["m"].item() == pytest.approx(slow(out.q @ method.z.T / 0.3), rel=1e-4)
+    assert step.total.item() == pytest.approx(3 * step.terms["m"].item() + 0.5 * step.terms["cr"].item(), rel=1e-5)
 
 
 def test_labels_follow_the_sets_votes():

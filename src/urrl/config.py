@@ -39,6 +39,7 @@ class Training:
     weight_decay: float = option(1e-3, "L2 penalty", 0)
     decay_norm: bool = option(True, "weight decay on biases and normalisation layers too")
     ema: float = option(0.0, "decay of the averaged weights that are evaluated; 0 = none", 0, 1)
+    pad: int = option(-1, "views are moved by up to so many pixels; -1 = as the paper does with these images", -1, 64)
     flip_test: bool = option(False, "test and predict with the mean over the image and its mirror image")
     compile: bool = option(False, "torch.compile the network; takes a C++ compiler and a minute or two at the start")
     sync_bn: bool = option(False, "under torchrun: batch normalisation over the rows of all processes")
@@ -137,6 +138,9 @@ def _paper(dataset: str, method: str) -> dict[str, Any]:
     return values
 
 
+_FEW = dict(alpha=1.0, learn="labels", voting=1.0)  # a few hundred items a class: mixed, they are not learned by heart
+
+
 def _fast(dataset: str, method: str) -> dict[str, Any]:
     """For two cores: a small net, a short schedule with a warm-up, no early stop; URRL with its fast switches."""
     values: dict[str, Any] = dict(
@@ -144,11 +148,13 @@ def _fast(dataset: str, method: str) -> dict[str, Any]:
         weight_decay=5e-4, decay_norm=False, ema=0.997, patience=0, flip_test=True,
     )  # fmt: skip
     if method == "urrl":
-        values |= dict(start="vote", vote="sets", one_view="weak", alpha=0.0, w_m=1.0)
+        values |= dict(start="vote", vote="sets", one_view="weak", learn="sets", voting=0.4, alpha=0.0, w_m=1.0)
+    if dataset in ("fmnist", "cifar10", "cifar100", "cifar10n"):
+        values |= dict(pad=2)
     if dataset == "digits":
         values |= dict(net="fast", width=16, epochs=60, batch_size=64, ema=0.98, flip_test=False)
-        if method == "urrl":  # a few hundred items a class: mixing keeps the network from learning them by heart
-            values |= dict(alpha=1.0)
+        if method == "urrl":
+            values |= _FEW
     return values | _fast_baseline(method)
 
 
@@ -170,12 +176,13 @@ def by_size(n: int, shape: tuple[int, ...], method: str) -> dict[str, Any]:
     steps = 600 if len(shape) == 1 else 1500
     epochs = min(100, max(25, round(steps * batch / n)))
     values = dict(epochs=epochs, batch_size=batch, ema=0.98 if n * epochs / batch < 5000 else 0.997, flip_test=False)
-    if method == "urrl" and n < 20_000:  # as on digits: mixing keeps the network from learning them by heart
-        values |= dict(alpha=1.0)
+    if method == "urrl" and n < 20_000:
+        values |= _FEW
     if len(shape) == 1:
-        return (
-            values | dict(net="mlp", width=256, weight_decay=5e-3) | (dict(lr=0.05) if method not in _ON_PICO else {})
-        )
+        values |= dict(net="mlp", width=256, weight_decay=5e-3)
+        if method == "urrl":
+            values |= dict(learn="labels", voting=1.0)
+        return values if method in _ON_PICO else values | dict(lr=0.05)
     return values | (dict(net="fast", width=16) if min(shape[1:]) < SMALLEST else dict(net="lean", width=32))
 
 

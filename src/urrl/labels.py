@@ -70,6 +70,11 @@ class SparseLabels(nn.Module):
         self.S, self.given = Rows(self, "S"), Rows(self, "given")
         self.l, self.added = Rows(self, "l"), Rows(self, "added")
 
+    def with_evidence(self) -> Rows:
+        """A fourth matrix on S, as l."""
+        self.register_buffer("evidence", self.value.clone())
+        return Rows(self, "evidence")
+
     def enter(self, rows: Tensor, labels: Tensor, share: Tensor, epoch: int) -> None:
         """One label outside S enters each of the rows, with that share of l before l is rescaled."""
         order = rows.argsort()
@@ -80,7 +85,10 @@ class SparseLabels(nn.Module):
         place = self.start[rows + 1] - 1  # at the end of its row
         old = torch.ones(len(self.column) + len(rows), dtype=torch.bool, device=place.device)
         old[place] = False
-        for name, new in (("column", labels), ("value", share), ("epoch", torch.full_like(labels, epoch))):
+        entries = {"column": labels, "value": share, "evidence": share, "epoch": torch.full_like(labels, epoch)}
+        for name, new in entries.items():
+            if not hasattr(self, name):
+                continue
             grown = getattr(self, name).new_empty(len(old)).masked_scatter_(old, getattr(self, name))
             grown[place] = new.to(grown.dtype)
             setattr(self, name, grown)
@@ -89,7 +97,7 @@ class SparseLabels(nn.Module):
             self.l[part] = l / l.sum(1, keepdim=True)
 
     def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-        for name in ("column", "value", "epoch"):  # of another length where labels have entered
+        for name in self._buffers.keys() - {"start"}:  # of another length where labels have entered
             setattr(self, name, torch.empty_like(state[prefix + name], device=self.start.device))
         super()._load_from_state_dict(state, prefix, *rest)
 
@@ -126,10 +134,9 @@ class Rows:
         return dense
 
     def __setitem__(self, rows: Tensor, dense: Tensor) -> None:
-        """What of it lies on S; only l is written so."""
-        assert self.name == "l"
+        """What of it lies on S."""
         row, place = self._places(rows)
-        self.of.value[place] = dense[row, self.of.column[place].long()]
+        self._buffer()[place] = dense[row, self.of.column[place].long()]
 
     def weighted(self, rows: Tensor, weights: Tensor) -> Tensor:
         b, k = rows.shape
@@ -144,7 +151,10 @@ class Rows:
             return torch.ones_like(self.of.column[place], dtype=torch.bool)
         if self.name == "given":
             return self.of.epoch[place] < 0
-        return (self.of.value if self.name == "l" else self.of.epoch)[place]
+        return self._buffer()[place]
+
+    def _buffer(self) -> Tensor:
+        return getattr(self.of, {"l": "value", "added": "epoch"}.get(self.name, self.name))
 
     def _places(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Of all entries in these rows: (which of `rows`, place in the buffers)."""

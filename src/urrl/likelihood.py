@@ -41,8 +41,13 @@ def set_gain(S: Tensor | Rows, mu: float | Tensor) -> Tensor:
 
 def set_nll(logits: Tensor, S: Tensor, mu: float | Tensor) -> Tensor:
     """-log sum_y f_y P(S | y), (B,)."""
+    return evidence_nll(logits, log_given(S, mu))
+
+
+def evidence_nll(logits: Tensor, said: Tensor) -> Tensor:
+    """-log sum_y f_y exp(said_y), (B,), for any evidence that speaks for the labels, as log-likelihoods (B, C)."""
     logits = logits.float()
-    return logits.logsumexp(1) - (logits + log_given(S, mu)).logsumexp(1)
+    return logits.logsumexp(1) - (logits + said).logsumexp(1)
 
 
 def mean_of_rows(likelihood: Tensor) -> Tensor:

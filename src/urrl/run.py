@@ -20,7 +20,7 @@ from urrl import checkpoint, distributed
 from urrl.candidates import CandidateSets, generate, make_unreliable
 from urrl.config import Run, Training, by_size, resolve
 from urrl.data import Dataset, Splits, default_split, hold_out, load, split
-from urrl.data.augment import AnyPolicy, find_policy
+from urrl.data.augment import AnyPolicy, Features, find_policy
 from urrl.data.own import data_sha256
 from urrl.errors import UserError
 from urrl.evaluate import label_report, part_accuracy, validation
@@ -200,8 +200,13 @@ def learn(method: Method, splits: Splits, given: CandidateSets, policy: AnyPolic
     def examine(judged: Network) -> dict[str, Any]:
         return {**validation(judged, splits.val, policy), **label_report(method, given.mask, splits.train.y)}
 
+    moving = policy
+    if training.pad >= 0:
+        if isinstance(policy, Features) or training.pad >= min(splits.train.x.shape[2:]):
+            raise UserError(f"option pad={training.pad} takes images of more than {training.pad} pixels a side")
+        moving = dataclasses.replace(policy, pad=training.pad)
     with show:
-        state = fit(method, splits.train.x, policy, training, seed, examine, folder, resume, show)
+        state = fit(method, splits.train.x, moving, training, seed, examine, folder, resume, show)
     method.net.load_state_dict(state.best_weights)
     return state
 

@@ -138,6 +138,8 @@ def fit(method: Method, x: Items, policy: AnyPolicy, training: Training, seed: i
         if not all(bool(torch.isfinite(t).all()) for t in net.state_dict().values()):
             raise Diverged(f"the weights overflowed in epoch {epoch + 1} (learning rate {rate:.4g})")
         distributed.average_statistics(method, judged)
+        if step.own:
+            sums = {name: distributed.summed(term) for name, term in sums.items()}
         trained = time.perf_counter()
 
         with counting() as counter:

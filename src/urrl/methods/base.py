@@ -26,6 +26,7 @@ class Step(NamedTuple):
     total: Tensor  # what is minimised
     terms: dict[str, Tensor]  # its parts, for people
     outs: dict[str, Out]  # of every view
+    own: bool = False  # of several processes each has only what its own rows add: the sums of total and terms count
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,11 +26,11 @@ from urrl.errors import UserError
 from urrl.functional import complement_nll, draw_lambda, kl_to, renormalise_on, soft_cross_entropy
 from urrl.knn import cosine_topk
 from urrl.labels import Rows, own_blocks, row_blocks, weighted_rows
-from urrl.likelihood import log_given
+from urrl.likelihood import evidence_nll, log_given
 from urrl.methods.base import Batch, Method, Step
 from urrl.nets import Network, Out
 from urrl.theory import em_figures
-from urrl.warmstart import ballot, principal_components, raw_features
+from urrl.warmstart import Vote, ballot, principal_components, raw_features
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,9 @@ class URRLConfig:
                         choices=("uniform", "vote"))  # fmt: skip
     vote: str = option("labels", "neighbours vote with their l (the paper) or with the likelihood of their sets",
                        choices=("labels", "sets"))  # fmt: skip
+    voting: float = option(1.0, "vote=sets: the share of the epochs that begin with a vote", 0, 1)
+    learn: str = option("labels", "one_view learns l, or from the likelihood of the sets, own and neighbours'",
+                        choices=("labels", "sets"))  # fmt: skip
     one_view: str = option("", "L_m and L_CR on this one view, mixed, without L_Sup; empty: the paper's three views",
                            choices=("", "weak", "strong"))  # fmt: skip
 
@@ -66,6 +70,8 @@ class URRL(Method):
     Config = URRLConfig
     views: tuple[str, ...] = ("weak", "strong")
     config: URRLConfig
+    evidence: Any  # (n, C) on S, as l: what the sets say of an item, without the network
+    others: Tensor  # (n,) how much of it speaks for the labels outside S
     z: Tensor
     ramp: Tensor
     mu: Tensor
@@ -78,14 +84,19 @@ class URRL(Method):
         self.register_buffer("mu", torch.tensor(-1.0))  # the unreliable rate by the first vote; negative: none yet
         if config.one_view:
             self.views = (config.one_view,)
+        if config.one_view and config.learn == "sets":
+            self.register_buffer("others", torch.zeros(len(self.S)))
+            if self.kept is None:
+                self.register_buffer("evidence", self.l.clone())
+            else:
+                self.evidence = self.kept.with_evidence()
 
     @torch.no_grad()
     def prepare(self, x: Items) -> None:
         """start="vote": a uniform l makes the prototypes almost parallel and keeps pi below phi for many epochs; the
         neighbours in plain image space know better."""
         if self.config.start == "vote":
-            vote = ballot(raw_features(x), self.S)
-            self._follow(vote.on, vote.mu, epoch=0)
+            self._follow(ballot(raw_features(x), self.S), None, epoch=0)
 
     @torch.no_grad()
     def begin_epoch(self, epoch: int, infer: Callable[[], Out]) -> dict[str, float]:
@@ -102,12 +113,13 @@ class URRL(Method):
                 self.enter(rows, labels, share, epoch)
         else:
             if epoch > 0 or c.start == "uniform":
-                known = self.mu.item() if self.mu >= 0 else None
-                # Whitened: in the embedding as it is, the neighbours are those that the network gave the same label,
-                # and the vote repeats it; the directions that do not tell the classes apart find others.
-                z = F.normalize(principal_components(out.feature, 128, whiten=True), dim=1)
-                vote = ballot(z, self._sets(), c.k, known)
-                self._follow(lambda places: (out.logits[places].softmax(1) * vote.on(places)).sqrt(), vote.mu, epoch)
+                vote = None
+                if self.mu < 0 or epoch < self.epochs_in(c.voting):
+                    # Whitened: in the embedding as it is, the neighbours are those that the network gave the same
+                    # label, and the vote repeats it; the directions that do not tell the classes apart find others.
+                    z = F.normalize(principal_components(out.feature, 128, whiten=True), dim=1)
+                    vote = ballot(z, self._sets(), c.k, self.mu.item() if self.mu >= 0 else None)
+                self._follow(vote, out.logits, epoch)
             self.z.copy_(prototypes(out.q, self.l))
         now = sum(int((self.added[rows] == epoch).sum()) for rows in row_blocks(self.added))
         return {"corrected_now": now, **em_figures(out, self.S, self.l, self.z, c.tau)}
@@ -116,21 +128,41 @@ class URRL(Method):
         """S as it was given."""
         return self.S & (self.added < 0) if self.kept is None else self.kept.given
 
-    def _follow(self, shares: Callable[[Tensor], Tensor], mu: float, epoch: int) -> None:
+    def _follow(self, vote: Vote | None, logits: Tensor | None, epoch: int) -> None:
         """vote="sets": l is what the neighbours' sets, as they were given, and the network say together, times the
         likelihood of the item's own set. A vote by the neighbours' l repeats what the network believes; the sets are
         fresh evidence at every epoch, and the more alike the neighbours become, the more of it adds up.
-        shares: places (b,) among this process's rows -> (b, C)."""
+        vote, logits: of this process's rows; None: nobody votes any more; there is no network yet."""
         c = self.config
-        self.mu.fill_(mu)
+        if vote is not None:
+            self.mu.fill_(vote.mu)
         for rows, places in own_blocks(self.S):
-            p = (shares(places).clamp_min(1e-8).log() + log_given(self.given(rows), mu)).softmax(1)
+            own = log_given(self.given(rows), self.mu)
+            voices = [] if vote is None else [vote.on(places).clamp_min(1e-8).log()]
+            heard = voices[0] * (1 - epoch / self.epochs_in(c.voting)) if voices and epoch else sum(voices)
+            if logits is not None:
+                voices.append(logits[places].log_softmax(1))
+            p = (torch.stack(voices).mean(0) + own).softmax(1)
             if c.use_correction and epoch >= c.correct_from_epoch:
                 best, label = p.max(1)
                 # p is a probability: a label with more than half of it is likelier than all others together
                 enters = (best > (0.5 if c.adapt else c.phi)) & ~self.S[rows].gather(1, label[:, None]).squeeze(1)
                 self.enter(everyone(rows[enters]), everyone(label[enters]), everyone(best[enters]), epoch)
             self.l[everyone(rows)] = everyone(renormalise_on(self.S[rows], p))
+            if c.one_view and c.learn == "sets":
+                # The neighbours are a start; what they have wrong, the network would learn with the rest.
+                self.keep_evidence(rows, (heard + own).softmax(1))
+
+    def keep_evidence(self, rows: Tensor, p: Tensor) -> None:
+        """What the sets alone say of these rows: label by label on S, and how much speaks for all other labels."""
+        S = self.S[rows]
+        self.evidence[everyone(rows)] = everyone(renormalise_on(S, p))
+        self.others[everyone(rows)] = everyone(p.masked_fill(S, 0).sum(1))
+
+    def evidence_of(self, rows: Tensor) -> Tensor:
+        """(b, C), rows sum to 1; alike for all labels outside S."""
+        S, others = self.S[rows], self.others[rows, None]
+        return torch.where(S, (1 - others) * self.evidence[rows], others / (~S).sum(1, keepdim=True).clamp_min(1))
 
     def loss(self, batch: Batch) -> Step:
         return self._one_view_loss(batch) if self.config.one_view else self._paper_loss(batch)
@@ -141,7 +173,7 @@ class URRL(Method):
         views = dict(batch.views)
         if c.use_m:
             # NOTE: the paper mixes "x_i"; we mix the weak view, with one lambda a batch.
-            lam, partner = self._mixing(l)
+            lam, partner = self._mixing(batch.index)
             views["mixed"] = lam * views["weak"] + (1 - lam) * partners(views["weak"], partner)
         outs = self.forward_views(Batch(batch.index, views))
         terms = {"sup": complement_nll(outs["weak"].logits, S).mean()}
@@ -161,26 +193,38 @@ class URRL(Method):
         """one_view: a third of the work a step. l holds the evidence of the sets already, so L_Sup has nothing to add;
         mixing keeps the network from memorising what is wrong in l."""
         c = self.config
-        l = self.l[batch.index]
-        x, target = batch.views[c.one_view], l
+        n, own = len(batch.index), share(len(batch.index))  # no row needs another's outputs: each process has its own
+        x, parts = batch.views[c.one_view], [(torch.ones(()), batch.index[own])]
         if c.alpha:
-            lam, partner = self._mixing(l)
-            x, target = lam * x + (1 - lam) * partners(x, partner), lam * l + (1 - lam) * l[partner]
-        out = self.forward_view(batch.index, x)
+            lam, partner = self._mixing(batch.index)
+            x = lam * x + (1 - lam) * partners(x, partner)
+            parts = [(lam, batch.index[own]), (1 - lam, batch.index[partner[own]])]
+        out = self.net(x)
         terms = {}
         if c.use_m:
-            terms["m"] = soft_cross_entropy(out.q @ self.z.T / c.tau, target).mean()
+            terms["m"] = self._misfit(out.q @ self.z.T / c.tau, parts, soft_cross_entropy).sum() / n
         if c.use_cr:
-            terms["cr"] = kl_to(out.logits, target).mean()
+            terms["cr"] = self._misfit(out.logits, parts, kl_to).sum() / n
         weights = {"m": c.w_m, "cr": c.w_cr}
         total = torch.stack([self.ramp * weights[name] * term for name, term in terms.items()]).sum()
-        return Step(total, terms, {"mixed": out})
+        return Step(total, terms, {}, own=True)
 
-    def _mixing(self, l: Tensor) -> tuple[Tensor, Tensor]:
+    def _misfit(self, logits: Tensor, parts: list[tuple[Tensor, Tensor]], to: Callable[[Tensor, Tensor], Tensor]
+                ) -> Tensor:  # fmt: skip
+        """(b,): of logits for items mixed of parts, (weight, rows) each, to their l by that distance; learn="sets": to
+        what the sets say. There the network's opinion is that of the moment: in an l of the last epoch it would
+        confirm itself."""
+        if self.config.learn == "labels":
+            return to(logits, torch.stack([weight * self.l[rows] for weight, rows in parts]).sum(0))
+        return torch.stack([weight * evidence_nll(logits, self.evidence_of(rows).log()) for weight, rows in parts]).sum(
+            0
+        )
+
+    def _mixing(self, index: Tensor) -> tuple[Tensor, Tensor]:
         """(lambda, partners) for a batch."""
         alpha = self.config.alpha
         lam = draw_lambda(alpha) if alpha else torch.ones(())
-        return lam.to(l.device), torch.randperm(len(l)).to(l.device)
+        return lam.to(index.device), torch.randperm(len(index)).to(index.device)
 
     def refine(self, batch: Batch, step: Step) -> None:
         if self.config.vote == "labels":  # where the sets vote, l waits for the next vote
