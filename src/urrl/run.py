@@ -20,7 +20,7 @@ from urrl import checkpoint, distributed
 from urrl.candidates import CandidateSets, generate, make_unreliable
 from urrl.config import Run, Training, by_size, resolve
 from urrl.data import Dataset, Splits, default_split, hold_out, load, split
-from urrl.data.augment import AnyPolicy, Features, find_policy
+from urrl.data.augment import AnyPolicy, Policy, find_policy
 from urrl.data.own import data_sha256
 from urrl.errors import UserError
 from urrl.evaluate import label_report, part_accuracy, validation
@@ -183,6 +183,8 @@ def pick_device(name: str) -> torch.device:
 def build_method(run: Run, shape: tuple[int, ...], given: CandidateSets, device: str) -> Method:
     """The method with its network, freshly initialised by the run's seed, on its device."""
     t = run.training
+    if t.pad >= 0 and t.pad >= min(shape[1:], default=0):
+        raise UserError(f"option pad={t.pad} takes images of more than {t.pad} pixels a side")
     torch.manual_seed(derive_seed(run.seed, "weights"))
     net = build_network(t.net, shape, given.n_classes, t.width, t.embed_dim, t.head)
     if len(shape) == 3:
@@ -201,9 +203,7 @@ def learn(method: Method, splits: Splits, given: CandidateSets, policy: AnyPolic
         return {**validation(judged, splits.val, policy), **label_report(method, given.mask, splits.train.y)}
 
     moving = policy
-    if training.pad >= 0:
-        if isinstance(policy, Features) or training.pad >= min(splits.train.x.shape[2:]):
-            raise UserError(f"option pad={training.pad} takes images of more than {training.pad} pixels a side")
+    if training.pad >= 0 and isinstance(policy, Policy):
         moving = dataclasses.replace(policy, pad=training.pad)
     with show:
         state = fit(method, splits.train.x, moving, training, seed, examine, folder, resume, show)

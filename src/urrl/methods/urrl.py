@@ -4,8 +4,8 @@ S (n, C) candidate sets, l (n, C) dynamic label distribution, q (n, d) unit-norm
 f softmax output. One epoch: prototypes z from l; S grows by the KNN vote; then for every batch
 L = L_Sup + w_m L_m + w_CR L_CR, a step, and l follows the network.
 
-That is the paper, and the default. Three switches make it learn in a fraction of the time, and the recipe `fast` sets
-them: `start="vote"`, `vote="sets"` and `one_view="weak"`. Each is explained where it acts.
+That is the paper, and the default. Switches make it learn in a fraction of the time, and the recipe `fast` sets them:
+`start="vote"`, `vote="sets"`, `one_view="weak"` and `learn="sets"`. Each is explained where it acts.
 """
 
 from __future__ import annotations
@@ -190,8 +190,8 @@ class URRL(Method):
         return Step(total, terms, outs)
 
     def _one_view_loss(self, batch: Batch) -> Step:
-        """one_view: a third of the work a step. l holds the evidence of the sets already, so L_Sup has nothing to add;
-        mixing keeps the network from memorising what is wrong in l."""
+        """one_view: a third of the work a step. What is learned holds the evidence of the sets already, so L_Sup has
+        nothing to add; mixing keeps the network from memorising what is wrong in it."""
         c = self.config
         n, own = len(batch.index), share(len(batch.index))  # no row needs another's outputs: each process has its own
         x, parts = batch.views[c.one_view], [(torch.ones(()), batch.index[own])]
@@ -216,9 +216,8 @@ class URRL(Method):
         confirm itself."""
         if self.config.learn == "labels":
             return to(logits, torch.stack([weight * self.l[rows] for weight, rows in parts]).sum(0))
-        return torch.stack([weight * evidence_nll(logits, self.evidence_of(rows).log()) for weight, rows in parts]).sum(
-            0
-        )
+        misfits = [weight * evidence_nll(logits, self.evidence_of(rows).log()) for weight, rows in parts]
+        return torch.stack(misfits).sum(0)
 
     def _mixing(self, index: Tensor) -> tuple[Tensor, Tensor]:
         """(lambda, partners) for a batch."""
