@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from scipy import stats
@@ -16,6 +17,8 @@ from urrl.bench import Cell, make_cell, read_grid
 from urrl.config import by_size, resolve
 from urrl.files import write_json
 from urrl.methods import METHODS
+from urrl.report.pictures import series
+from urrl.report.runs import find_runs
 
 SEEDS = {"urrl": [92.0, 93.0, 94.0], "cc": [80.0, 82.0, 87.0], "supervised": [95.0, 95.5, 96.0]}
 
@@ -32,7 +35,8 @@ def fake(out, cell, accuracy=None, error=None, epochs=3):
     records = [
         {"epoch": e, "loss": 1.0, "val_accuracy": accuracy / 100 - 0.1 / (e + 1), "corrected": 10 * e,
          "corrected_precision": 0.9 if e else None, "true_in_set_before": 0.8, "true_in_set_after": 0.8 + e / 100,
-         "label_accuracy": 0.9, "em_bound": 5.0 + e, "em_alignment": -1.0 - e, "em_compactness": 0.5 + e / 10}
+         "label_accuracy": 0.9,
+         **({"em_bound": 5.0 + e, "em_alignment": -1.0 - e, "em_compactness": 0.5 + e / 10} if e != 1 else {})}
         for e in range(epochs)
     ]  # fmt: skip
     (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
@@ -90,6 +94,15 @@ def test_accuracy_beside_the_paper_s(results):
     assert holes["URRL"] == "88.00 (paper 90.55 ± 0.35, −2.55)" and holes["CC"].startswith("failed")
     assert holes["supervised (upper bound)"] == "missing"
     assert "missing" in holes["RC"]
+
+
+def test_curves_are_of_the_epochs_that_every_seed_knows(results):
+    one = next(e for e in find_runs(results) if e.history)
+    shorter = replace(one, history=one.history[:1])
+    assert series([one], "em_bound") == ([1, 3], [5.0, 7.0])  # nobody looked at the second epoch
+    assert series([one, shorter], "em_bound") == ([1], [5.0])
+    assert series([one], "corrected_precision") == ([2, 3], [0.9, 0.9])
+    assert series([one], "no such figure") == ([], [])
 
 
 def test_csv(results):
