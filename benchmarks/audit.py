@@ -56,7 +56,7 @@ def measure(folder: Path, data_dir: Path | None) -> dict[str, Any]:
     record["audit"] |= _found(missing[named], missing)
     if find_label_issues is not None:
         net, training, policy, _, _ = load_model(folder, "cpu")
-        f = infer(net, part.x, policy, training.flip_test).logits.double().softmax(1)
+        f = infer(net, part.x, policy, training.flip_test, training.move_test).logits.double().softmax(1)
         label, p = (f * given).argmax(1).numpy(), f.numpy()
         for method in ("self_confidence", "normalized_margin"):
             record[f"cleanlab {method}"] = figures(-get_label_quality_scores(label, p, method=method), missing)

@@ -40,7 +40,7 @@ def curves(name: str, mu: float, seed: int, data_dir: Path | None) -> list[dict[
     test = Part(x[new], y[new], new)
 
     def examine(net: Network) -> dict[str, Any]:
-        return {**validation(net, splits.val, policy), "test": part_accuracy(net, test, policy, flip=False)}
+        return {**validation(net, splits.val, policy), "test": part_accuracy(net, test, policy)}
 
     return fit(method, splits.train.x, policy, run.training, seed, examine, None, False, Progress(True)).history
 

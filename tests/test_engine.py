@@ -5,13 +5,16 @@ import platform
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from tests.runs import TINY, call
 from urrl import train
-from urrl.nets import Network
+from urrl.data.augment import find_policy
+from urrl.evaluate import infer
+from urrl.nets import Network, build_network
 
 
 @pytest.fixture(scope="module")
@@ -80,3 +83,21 @@ def test_memory_is_kept():
         for how in ("kept", "given back")
     }
     assert pages["kept"] < 100 < pages["given back"]
+
+
+@pytest.mark.parametrize("flip, move", [(True, 0), (False, 1), (True, 2)])
+def test_a_prediction_is_the_mean_over_mirrored_and_moved_images(flip, move):
+    policy = find_policy("digits")
+    x = torch.randint(256, (5, 1, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    net = build_network("fast", (1, 8, 8), 3, 4, 8, "linear").eval()
+    one = infer(net, x, policy)
+    out = infer(net, x, policy, flip, move)
+    assert torch.equal(out.feature, one.feature) and torch.equal(out.q, one.q)
+    expected = torch.zeros(5, 3)
+    for weight, step in [(1.0, 0)] if not move else [(0.5, 0), (0.25, move), (0.25, -move)]:
+        wide = np.pad(x.numpy(), ((0, 0), (0, 0), (move, move), (move, move)), "reflect")
+        moved = torch.from_numpy(wide[:, :, move + step :, move + step :][:, :, :8, :8])
+        mirrored = [moved, moved.flip(3)] if flip else [moved]
+        expected += weight * sum(infer(net, view, policy).logits.softmax(1) for view in mirrored) / len(mirrored)
+    torch.testing.assert_close(out.logits.exp(), expected)
+    torch.testing.assert_close(out.logits.exp().sum(1), torch.ones(5))

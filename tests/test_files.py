@@ -332,7 +332,10 @@ def test_few_images_to_the_end():
 
 def test_a_table_to_the_end():
     table(60).to_parquet("t.parquet")
-    done = call("train", "--table", "t.parquet", "--features", "x*", "--candidates", "labels", *TINY, "--out", "run")
+    command = ["train", "--table", "t.parquet", "--features", "x*", "--candidates", "labels", *TINY, "--out", "run"]
+    for setting in ("flip_test=true", "move_test=1", "pad=2"):
+        assert_refused(call(*command, "--set", setting), setting, "takes images")
+    done = call(*command)
     assert (done.code, done.err) == (0, "")
     table(60)[["x2", "x0", "x1", "item"]].to_csv("new.csv", index=False)  # another order
     assert call("predict", "run", "new.csv", "--out", "p.csv", "--threads", 1).code == 0
@@ -361,9 +364,10 @@ def runs(tmp_path_factory):
     digits = load("digits")
     S = generate(digits.truth[:60], 10, 0.2, 0.2).mask.numpy()
     arrays = {"images": digits.x[:60, 0].numpy(), "features": digits.x[:60].flatten(1).double().numpy()}
+    looks = {"images": ["--set", "flip_test=true", "--set", "move_test=1"], "features": []}
     for name, x in arrays.items():
         np.savez(place / f"{name}.npz", x=x, candidates=S, classes=[f"digit {c}" for c in range(10)])
-        assert call("train", "--npz", place / f"{name}.npz", *TINY, "--out", place / name).code == 0
+        assert call("train", "--npz", place / f"{name}.npz", *TINY, *looks[name], "--out", place / name).code == 0
     return place, arrays
 
 

@@ -262,6 +262,32 @@ def test_learning_from_sets_is_the_likelihood_of_all_that_they_say():
     assert step.total.item() == pytest.approx(3 * step.terms["m"].item() + 0.5 * step.terms["cr"].item(), rel=1e-5)
 
 
+@pytest.mark.parametrize("learn, looks", [("sets", [0, 1, 2, 3, 4, 7]), ("labels", list(range(8)))])
+def test_all_items_are_looked_at_only_where_something_learned_depends_on_it(learn, looks):
+    """voting=0.5 of eight epochs: at those with a vote, at the first after them, and at the last."""
+    S = random_sets(30, 4, torch.Generator().manual_seed(0))
+    options = URRLConfig(one_view="weak", vote="sets", learn=learn, voting=0.5, phi=0.5)
+    method = blob_method(URRL, S, options)
+    method.total_epochs = 8
+    rng = torch.Generator().manual_seed(1)
+    looked, said = [], []
+    for epoch in range(8):
+
+        def look(epoch=epoch):
+            looked.append(epoch)
+            q = unit_rows(30, method.net.embed_dim, rng)
+            return Out(4 * torch.randn(30, 4, generator=rng), q, q)
+
+        method.begin_epoch(epoch, look)
+        if learn == "sets":
+            said.append(method.evidence_of(torch.arange(30)))
+    assert looked == looks
+    if learn == "sets":
+        torch.testing.assert_close(said[4], log_given(S, method.mu).softmax(1))  # the own set alone
+        torch.testing.assert_close(said[4], said[7])
+        assert not torch.allclose(said[3], said[4])
+
+
 def test_labels_follow_the_sets_votes():
     """l is network x vote x likelihood of the item's own set, renormalised on S; sure labels enter S; the sets that
     vote are those that were given, not the corrected ones."""

@@ -144,7 +144,7 @@ def audit_run(folder: Path, data_dir: Path | None = None, device: str = "auto") 
         splits = Splits(splits.train, part(dataset, splits.val.index[:0]), splits.test)
     rows = torch.cat([splits.train.index, splits.val.index])
     x = dataset.x[rows]
-    out = Out(*(t.cpu() for t in infer(net, x, policy, training.flip_test)))
+    out = Out(*(t.cpu() for t in infer(net, x, policy, training.flip_test, training.move_test)))
     held = out.logits[len(given) :]
     if len(held):
         assert splits.val.S is not None

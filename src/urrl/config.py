@@ -41,6 +41,7 @@ class Training:
     ema: float = option(0.0, "decay of the averaged weights that are evaluated; 0 = none", 0, 1)
     pad: int = option(-1, "views are moved by up to so many pixels; -1 = as the paper does with these images", -1, 64)
     flip_test: bool = option(False, "test and predict with the mean over the image and its mirror image")
+    move_test: int = option(0, "and over images moved by so many pixels, up-left and down-right", 0, 4)
     compile: bool = option(False, "torch.compile the network; takes a C++ compiler and a minute or two at the start")
     sync_bn: bool = option(False, "under torchrun: batch normalisation over the rows of all processes")
     patience: int = option(25, "stop after so many epochs without a better validation; 0 = never", 0)
@@ -145,14 +146,14 @@ def _fast(dataset: str, method: str) -> dict[str, Any]:
     """For two cores: a small net, a short schedule with a warm-up, no early stop; URRL with its fast switches."""
     values: dict[str, Any] = dict(
         net="lean", width=32, embed_dim=64, epochs=40, lr=0.1, warmup=0.2, schedule="linear", nesterov=True,
-        weight_decay=5e-4, decay_norm=False, ema=0.997, patience=0, flip_test=True,
+        weight_decay=5e-4, decay_norm=False, ema=0.997, patience=0, flip_test=True, move_test=1,
     )  # fmt: skip
     if method == "urrl":
         values |= dict(start="vote", vote="sets", one_view="weak", learn="sets", voting=0.4, alpha=0.0, w_m=1.0)
     if dataset in ("fmnist", "cifar10", "cifar100", "cifar10n"):
         values |= dict(pad=2)
     if dataset == "digits":
-        values |= dict(net="fast", width=16, epochs=60, batch_size=64, ema=0.98, flip_test=False)
+        values |= dict(net="fast", width=16, epochs=60, batch_size=64, ema=0.98, flip_test=False, move_test=0)
         if method == "urrl":
             values |= _FEW
     return values | _fast_baseline(method)
@@ -175,7 +176,8 @@ def by_size(n: int, shape: tuple[int, ...], method: str) -> dict[str, Any]:
     batch = 2 ** min(8, max(4, round(math.log2(n / 16))))
     steps = 600 if len(shape) == 1 else 1500
     epochs = min(100, max(25, round(steps * batch / n)))
-    values = dict(epochs=epochs, batch_size=batch, ema=0.98 if n * epochs / batch < 5000 else 0.997, flip_test=False)
+    ema = 0.98 if n * epochs / batch < 5000 else 0.997
+    values = dict(epochs=epochs, batch_size=batch, ema=ema, flip_test=False, move_test=0)
     if method == "urrl" and n < 20_000:
         values |= _FEW
     if len(shape) == 1:

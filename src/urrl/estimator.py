@@ -197,7 +197,8 @@ class PartialLabelClassifier(ClassNamePrefixFeaturesOutMixin, TransformerMixin, 
         x = self._items(X, fitting=False)
         with self._threads():
             net = self.network_.to(pick_device(self.device))
-            out = infer(net, x, self.policy_, self.run_.training.flip_test)
+            training = self.run_.training
+            out = infer(net, x, self.policy_, training.flip_test, training.move_test)
             self.network_.cpu()
         return Out(*(t.cpu() for t in out))
 

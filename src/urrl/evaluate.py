@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from urrl import distributed, interrupt
@@ -18,16 +19,16 @@ from urrl.nets import Network, Out
 
 
 @torch.no_grad()
-def infer(net: Network, x: Items, policy: AnyPolicy, flip: bool = False, batch: int = 256) -> Out:
+def infer(net: Network, x: Items, policy: AnyPolicy, flip: bool = False, move: int = 0, batch: int = 256) -> Out:
     """`outputs` of all of x, to which every process does its share."""
-    own = outputs(net, x[distributed.share(len(x))], policy, flip, batch)
+    own = outputs(net, x[distributed.share(len(x))], policy, flip, move, batch)
     return Out(*distributed.gather(own, len(x)))
 
 
 @torch.no_grad()
-def outputs(net: Network, x: Items, policy: AnyPolicy, flip: bool = False, batch: int = 256) -> Out:
-    """Of the network in eval mode for x, un-augmented, in order; with `flip`, log of the mean probability over the
-    image and its mirror image in place of the logits."""
+def outputs(net: Network, x: Items, policy: AnyPolicy, flip: bool = False, move: int = 0, batch: int = 256) -> Out:
+    """Of the network in eval mode for x, un-augmented, in order; with `flip` or `move`, log of the mean probability
+    over `looks` in place of the logits."""
     was_training = net.training
     net.eval()
     device = next(net.parameters()).device
@@ -35,24 +36,40 @@ def outputs(net: Network, x: Items, policy: AnyPolicy, flip: bool = False, batch
     for part in rows_of(x, [slice(start, start + batch) for start in range(0, max(1, len(x)), batch)]):
         interrupt.check()
         views = normalise(part.to(device), policy)
-        out = net(views)
-        if flip:
-            mirrored = net(views.flip(3)).logits
-            out = out._replace(logits=(out.logits.softmax(1) + mirrored.softmax(1)).div(2).log())
+        seen = [(weight, net(look)) for weight, look in looks(views, flip, move)]
+        out = seen[0][1]
+        if len(seen) > 1:
+            out = out._replace(logits=mean_probability(seen).log())
         outs.append([t.float() for t in out])
     net.train(was_training)
     return Out(*(torch.cat(parts) for parts in zip(*outs)))
+
+
+def looks(x: Tensor, flip: bool, move: int) -> list[tuple[float, Tensor]]:
+    """(weight, images) of all that a prediction for normalised images (n, ch, H, W) is the mean over: as they are,
+    moved up-left and down-right at half the weight, and the mirror images of those."""
+    views = [(1.0, x)]
+    if move:
+        h, w = x.shape[2:]
+        wide = F.pad(x, (move,) * 4, "reflect")
+        views = [(0.5, x), (0.25, wide[:, :, 2 * move :, 2 * move :]), (0.25, wide[:, :, :h, :w])]
+    return [(weight / 2, look) for weight, view in views for look in (view, view.flip(3))] if flip else views
+
+
+def mean_probability(seen: list[tuple[float, Out]]) -> Tensor:
+    """(n, C), over outputs with weights that sum to 1."""
+    return torch.stack([weight * out.logits.softmax(1) for weight, out in seen]).sum(0)
 
 
 def accuracy(logits: Tensor, y: Tensor) -> float:
     return float((logits.argmax(1).cpu() == y).double().mean())
 
 
-def part_accuracy(net: Network, part: Part, policy: AnyPolicy, flip: bool) -> float | None:
+def part_accuracy(net: Network, part: Part, policy: AnyPolicy, flip: bool = False, move: int = 0) -> float | None:
     """None where nobody knows."""
     if part.y is None or not len(part):
         return None
-    return accuracy(infer(net, part.x, policy, flip).logits, part.y)
+    return accuracy(infer(net, part.x, policy, flip, move).logits, part.y)
 
 
 def labelled_features(net: Network, part: Part, policy: AnyPolicy, n: int) -> tuple[Tensor, Tensor]:
@@ -63,7 +80,7 @@ def labelled_features(net: Network, part: Part, policy: AnyPolicy, n: int) -> tu
 def validation(net: Network, part: Part, policy: AnyPolicy) -> dict[str, float | None]:
     """What chooses the best epoch: the accuracy or, where the held-out rows have candidate sets of their own, those."""
     if part.S is None or not len(part):
-        return {"val_accuracy": part_accuracy(net, part, policy, flip=False)}  # mirror images would double the cost
+        return {"val_accuracy": part_accuracy(net, part, policy)}  # one look at each: more would cost as much again
     logits = infer(net, part.x, policy).logits.cpu()
     known = None if part.y is None else accuracy(logits, part.y)
     return {"val_accuracy": known, **{f"val_{name}": v for name, v in set_scores(logits.softmax(1), part.S).items()}}

@@ -1,7 +1,7 @@
 """The network of a finished run as one file for other programs: raw items in, probabilities of the classes out.
 
-Images are uint8 (n, channels, H, W), features (n, d) float32; scaling and the mean over the mirror image, where the run
-has it, are inside. The names of the classes are in the file too.
+Images are uint8 (n, channels, H, W), features (n, d) float32; scaling and the mean over mirrored and moved images,
+where the run has it, are inside. The names of the classes are in the file too.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from urrl.data.augment import AnyPolicy, Features
 from urrl.errors import UserError
+from urrl.evaluate import looks, mean_probability
 from urrl.files import write_atomic
 from urrl.nets import Network
 from urrl.predict import load_model
@@ -30,10 +31,10 @@ class Exported(nn.Module):
     mean: Tensor
     std: Tensor
 
-    def __init__(self, net: Network, policy: AnyPolicy, flip: bool):
+    def __init__(self, net: Network, policy: AnyPolicy, flip: bool, move: int):
         super().__init__()
         self.net = net
-        self.flip = flip
+        self.flip, self.move = flip, move
         axes = (1, -1) if isinstance(policy, Features) else (1, -1, 1, 1)
         scale = 1.0 if isinstance(policy, Features) else 255.0
         self.register_buffer("mean", torch.tensor(policy.mean).view(axes) * scale)
@@ -41,8 +42,7 @@ class Exported(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = (x.float() - self.mean) / self.std
-        f = self.net(x).logits.softmax(1)
-        return (f + self.net(x.flip(3)).logits.softmax(1)) / 2 if self.flip else f
+        return mean_probability([(weight, self.net(look)) for weight, look in looks(x, self.flip, self.move)])
 
 
 def load_exported(folder: Path) -> tuple[Exported, Tensor, str]:
@@ -53,7 +53,8 @@ def load_exported(folder: Path) -> tuple[Exported, Tensor, str]:
         x = torch.randn(2, *shape, generator=rng) * torch.tensor(policy.std) + torch.tensor(policy.mean)
     else:
         x = torch.randint(256, (2, *shape), generator=rng).to(torch.uint8)
-    return Exported(net, policy, training.flip_test).eval(), x, json.dumps(classes, ensure_ascii=False)
+    module = Exported(net, policy, training.flip_test, training.move_test).eval()
+    return module, x, json.dumps(classes, ensure_ascii=False)
 
 
 def export_torch(folder: Path, out: Path) -> None:

@@ -183,8 +183,12 @@ def pick_device(name: str) -> torch.device:
 def build_method(run: Run, shape: tuple[int, ...], given: CandidateSets, device: str) -> Method:
     """The method with its network, freshly initialised by the run's seed, on its device."""
     t = run.training
-    if t.pad >= 0 and t.pad >= min(shape[1:], default=0):
-        raise UserError(f"option pad={t.pad} takes images of more than {t.pad} pixels a side")
+    side = min(shape[1:], default=0)  # 0: of features
+    if t.flip_test and not side:
+        raise UserError("option flip_test=true takes images")
+    for name, pixels in (("pad", t.pad), ("move_test", t.move_test or -1)):
+        if pixels >= 0 and pixels >= side:
+            raise UserError(f"option {name}={pixels} takes images of more than {pixels} pixels a side")
     torch.manual_seed(derive_seed(run.seed, "weights"))
     net = build_network(t.net, shape, given.n_classes, t.width, t.embed_dim, t.head)
     if len(shape) == 3:
@@ -249,7 +253,8 @@ def train(run: Run, dataset: Dataset, splits: Splits, sets: CandidateSets, folde
             return done
 
         state = learn(method, splits, given, policy, t, run.seed, folder, resume, show)
-        test_accuracy = part_accuracy(net, splits.test, policy, t.flip_test)  # the test part is touched here, once
+        # the test part is touched here, once
+        test_accuracy = part_accuracy(net, splits.test, policy, t.flip_test, t.move_test)
         result = {
             "method": run.method,
             "dataset": run.dataset,
