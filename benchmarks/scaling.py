@@ -4,7 +4,7 @@ two_processes:  items a second of `urrl train` under torchrun with two processes
                 the same global batch. The runs alternate; the median of the ratios counts.
 bytes:          counted in real jobs of two processes, by kind; with them the times of 8 to 64 GPUs are modelled.
 
-    python benchmarks/scaling.py [--repeats 5] [--subset 6000] [--epochs 2] [--data-dir D]
+    python benchmarks/scaling.py [--repeats 5] [--subset 6000] [--epochs 2] [--batch-size 256] [--data-dir D]
 """
 
 from __future__ import annotations
@@ -42,10 +42,11 @@ def torchrun(processes: int, *command: object) -> str:
     return done.stdout
 
 
-def throughput(processes: int, data: list[str], subset: int, epochs: int) -> float:
+def throughput(processes: int, data: list[str], subset: int, epochs: int, batch: int) -> float:
     with tempfile.TemporaryDirectory() as folder:
         torchrun(processes, "-m", "urrl", "train", "--dataset", "fmnist", *data, "--subset", subset, "--epochs", epochs,
-                 "--threads", 1, "--device", "cpu", "--quiet", "--out", f"{folder}/run")  # fmt: skip
+                 "--set", f"batch_size={batch}", "--threads", 1, "--device", "cpu", "--quiet", "--out", f"{folder}/run",
+                 )  # fmt: skip
         return float(json.loads(Path(folder, "run", "result.json").read_text())["samples_per_second"])
 
 
@@ -140,6 +141,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--subset", type=int, default=6000)
     parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--batch-size", type=int, default=256, help="of all processes together (default %(default)s)")
     parser.add_argument("--data-dir", type=Path)
     parser.add_argument("--count", metavar="CASE", help=argparse.SUPPRESS)  # what the jobs below are started with
     args = parser.parse_args()
@@ -152,7 +154,7 @@ def main() -> None:
     pairs = []
     print(f"\n{'one':>10}{'two':>10}{'ratio':>10}   items a second, F-MNIST, one thread a process")
     for _ in range(args.repeats):
-        one, two = (throughput(processes, data, args.subset, args.epochs) for processes in (1, 2))
+        one, two = (throughput(processes, data, args.subset, args.epochs, args.batch_size) for processes in (1, 2))
         pairs.append((one, two))
         print(f"{one:>10.0f}{two:>10.0f}{two / one:>10.3f}", flush=True)
     print(json.dumps({"two_processes": round(statistics.median(two / one for one, two in pairs), 3)}))
