@@ -262,13 +262,14 @@ def test_learning_from_sets_is_the_likelihood_of_all_that_they_say():
     assert step.total.item() == pytest.approx(3 * step.terms["m"].item() + 0.5 * step.terms["cr"].item(), rel=1e-5)
 
 
-@pytest.mark.parametrize("learn, looks", [("sets", [0, 1, 2, 3, 4, 7]), ("labels", list(range(8)))])
-def test_all_items_are_looked_at_only_where_something_learned_depends_on_it(learn, looks):
-    """voting=0.5 of eight epochs: at those with a vote, at the first after them, and at the last."""
+@pytest.mark.parametrize("learn, may_stop", [("sets", False), ("sets", True), ("labels", False)])
+def test_all_items_are_looked_at_only_where_something_learned_depends_on_it(learn, may_stop):
+    """voting=0.5 of eight epochs: at those with a vote, at the first after them, and at the last; at all of them where
+    any may be the last."""
     S = random_sets(30, 4, torch.Generator().manual_seed(0))
     options = URRLConfig(one_view="weak", vote="sets", learn=learn, voting=0.5, phi=0.5)
     method = blob_method(URRL, S, options)
-    method.total_epochs = 8
+    method.total_epochs, method.may_stop = 8, may_stop
     rng = torch.Generator().manual_seed(1)
     looked, said = [], []
     for epoch in range(8):
@@ -281,7 +282,7 @@ def test_all_items_are_looked_at_only_where_something_learned_depends_on_it(lear
         method.begin_epoch(epoch, look)
         if learn == "sets":
             said.append(method.evidence_of(torch.arange(30)))
-    assert looked == looks
+    assert looked == ([0, 1, 2, 3, 4, 7] if learn == "sets" and not may_stop else list(range(8)))
     if learn == "sets":
         torch.testing.assert_close(said[4], log_given(S, method.mu).softmax(1))  # the own set alone
         torch.testing.assert_close(said[4], said[7])

@@ -88,7 +88,7 @@ def fit(method: Method, x: Items, policy: AnyPolicy, training: Training, seed: i
         write_text(folder / "metrics.jsonl", "".join(map(line_of, state.history)))
 
     own = x[distributed.share(len(x))]
-    method.total_epochs = training.epochs
+    method.total_epochs, method.may_stop = training.epochs, training.patience > 0
     steps = count_batches(len(x), training.batch_size)
     show.start(training.epochs, steps, state.epoch)
     if state.epoch == 0:

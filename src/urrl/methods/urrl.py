@@ -128,10 +128,11 @@ class URRL(Method):
 
     def _settled(self, epoch: int) -> bool:
         """learn="sets", and the neighbours are silent: what is learned of an item is its own set, which stays as it is,
-        so a look at all items before the epoch would be for l, S and z alone. They wait for the last epoch."""
+        so a look at all items before the epoch would be for l, S and z alone. They wait for the last epoch, where
+        it is known which that is."""
         c = self.config
         learns_l = not c.one_view or c.learn == "labels" or c.vote == "labels"
-        return not learns_l and self.epochs_in(c.voting) < epoch < self.total_epochs - 1
+        return not (learns_l or self.may_stop) and self.epochs_in(c.voting) < epoch < self.total_epochs - 1
 
     def _sets(self) -> Tensor | Rows:
         """S as it was given."""
