@@ -2,6 +2,8 @@
 
 import itertools
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -90,3 +92,23 @@ def test_features_of_images():
     torch.testing.assert_close(z.var(0, correction=0), torch.ones(10), rtol=1e-2, atol=1e-2)
     P = ballot(raw_features(x), generate(torch.arange(60) % 3, 3, 0.3, 0.3).mask).on(torch.arange(60))
     assert P.shape == (60, 3) and torch.isfinite(P).all()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="keep_memory speaks to glibc")
+def test_patch_features_of_many_images_take_little_memory():
+    """In a process that keeps what it frees, as a training does: malloc must find its buffers again."""
+    code = """
+import resource, torch
+from urrl.allocator import keep_memory
+from urrl.warmstart import patch_features
+keep_memory()
+torch.set_num_threads(1)
+x = torch.randint(256, (2000, 3, 32, 32), dtype=torch.uint8)
+patch_features(x[:100])
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024  # MB
+before = peak()
+patch_features(x)
+print(peak() - before)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert float(done.stdout) < 600

@@ -20,6 +20,7 @@ from urrl.likelihood import estimate_mu, set_gain, set_log_likelihood_of
 
 SHARPNESS = (0.05, 0.1, 0.2, 0.4, 0.7, 1.0)
 GRID = (0.1, 0.2, 0.35, 0.5, 0.65)  # of mu
+PIXELS = 100_000  # filtered at once: 51 MB of responses by 128 filters
 
 
 def principal_components(x: Tensor, d: int, whiten: bool = False) -> Tensor:
@@ -58,15 +59,16 @@ def patch_features(x: Tensor, filters: int = 128, side: int = 6) -> Tensor:
     whiten = axes @ torch.diag((variance + 0.1).rsqrt()) @ axes.T
     bank = F.normalize((patches[:filters] - mean) @ whiten, dim=1) @ whiten  # (filters, ch side side)
     kernel = (bank - bank.mean(1, keepdim=True)).view(len(bank), -1, side, side)
-    features = []
-    for part in x.split(500):
-        z = part.float() / 255
+    # Made at once: small results that come between large buffers would keep malloc from using those again.
+    features = torch.empty(len(x), 8 * len(bank), device=x.device)
+    for rows in torch.arange(len(x), device=x.device).split(max(1, PIXELS // x[0, 0].numel())):
+        z = x[rows].float() / 255
         local = F.avg_pool2d(torch.stack([z.mean(1), z.square().mean(1)], 1), side, 1)  # mean and square of each patch
         deviation = (local[:, 1] - local[:, 0] ** 2 + floor).sqrt()[:, None]
         response = F.conv2d(z, kernel) / deviation - (bank @ mean)[:, None, None]
         both = torch.cat([F.relu(response - 0.5), F.relu(-response - 0.5)], 1)
-        features.append(F.adaptive_avg_pool2d(both, 2).flatten(1))
-    return torch.cat(features)
+        features[rows] = F.adaptive_avg_pool2d(both, 2).flatten(1)
+    return features
 
 
 class Vote(NamedTuple):
