@@ -15,7 +15,7 @@ from sklearn.metrics import average_precision_score
 from tests.browser import dom_after, needs_browser
 from tests.runs import call, tree
 from tests.test_cli import assert_refused
-from urrl.audit import Audit, audit_run, cleaned, confusions, label_issues, page, suspects
+from urrl.audit import Audit, audit_run, cleaned, confusions, label_issues, page, suspects, thumbnail
 from urrl.candidates import CandidateSets, generate
 from urrl.data import load, split
 from urrl.nets import Out
@@ -275,3 +275,9 @@ def test_own_runs_audit_the_held_out_rows_too(tmp_path, monkeypatch):
     assert row["given"] == S[17].nonzero()[0].tolist()
     np.savez("own.npz", x=dataset.x[1:301, 0].numpy(), candidates=S)
     assert_refused(call("audit", "run", "--out", "a"), "not what the run was trained on")
+
+
+def test_odd_images_and_items_have_their_place(tmp_path):
+    assert thumbnail(torch.zeros(5, 8, 8, dtype=torch.uint8)).startswith("data:image/png")
+    write_table(pd.DataFrame({"item": ["a", 2, 3.5], "n": [1, 2, 3]}), tmp_path / "t.parquet")
+    assert read_table(tmp_path / "t.parquet")["item"].tolist() == ["a", "2", "3.5"]

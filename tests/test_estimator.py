@@ -1,6 +1,7 @@
 """The scikit-learn front door: scikit-learn's own battery, its tools around it, and what a fit leaves behind."""
 
 import sys
+from typing import Any
 
 import joblib
 import numpy as np
@@ -107,6 +108,13 @@ def test_scores_of_candidates(fitted):
     assert candidate_score(fitted, x, rows) > candidate_score(fitted, shuffled, rows)
 
 
+def test_who_has_no_label_may_be_of_any_class_that_was_learned(fitted):
+    x, _, _ = blobs()
+    said = fitted.predict(x[:5])
+    assert fitted.score(x[:5], ["", "", "", "", said[4]]) == 1.0
+    assert np.isfinite(candidate_score(fitted, x[:5], ["", "", "", "", "cat"]))
+
+
 def test_label_issues(fitted):
     x, rows, y = blobs()
     names = [f"row {i}" for i in range(len(x))]
@@ -193,13 +201,31 @@ def test_odd_data_works():
     assert clone(fast).fit(x[:3], ["a", "b", "c"]).predict(x[:3]).shape == (3,)  # fewer items than neighbours
 
 
+def test_a_grey_image_among_colour_ones(tmp_path):
+    rng = np.random.default_rng(0)
+    paths = [tmp_path / f"{i}.png" for i in range(12)]
+    for i, path in enumerate(paths):
+        Image.fromarray(rng.integers(0, 256, (8, 8) if i % 2 else (8, 8, 3), np.uint8)).save(path)
+    model = URRLClassifier(epochs=1, width=4).fit(paths, np.arange(12) % 3)
+    assert len(model.predict(paths[1:2])) == 1
+    with pytest.raises(UserError, match="uint8"):
+        model.predict(torch.rand(2, 3, 8, 8))
+
+
 def test_bad_settings_get_a_line():
     x, rows, _ = blobs(30)
+    nothing: Any = None
+    word: Any = "cifar"
     for clf, message in (
         (URRLClassifier(options={"no_such": 1}), "no_such: no such option"),
         (URRLClassifier(phi=2.0), "phi must be between 0 and 1"),
         (URRLClassifier(phi="high"), "phi is 'auto' or a number"),
+        (URRLClassifier(phi=nothing), "phi is 'auto' or a number"),
+        (URRLClassifier(options={"phi": 0.9}), "phi is a parameter of its own"),
+        (URRLClassifier(epochs=1, options={"epochs": 3}), "epochs is given twice"),
         (URRLClassifier(validation_fraction=1.0), "validation_fraction is a share"),
+        (URRLClassifier(validation_fraction=word), "validation_fraction is a share"),
+        (URRLClassifier(augment=word), "the policy is for images"),
         (URRLClassifier(classes=["cat", "dog"]), "class 'lynx' is unknown"),
         (URRLClassifier(device="abacus"), "device 'abacus' cannot be used"),
         (PartialLabelClassifier("magic"), "method 'magic' is unknown"),

@@ -5,6 +5,7 @@ import csv
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -16,7 +17,7 @@ from tests.runs import call
 from tests.test_cli import assert_refused
 from urrl.candidates import generate
 from urrl.data import load
-from urrl.data.files import load_source
+from urrl.data.files import items_to_predict, load_source
 from urrl.data.own import as_items
 from urrl.errors import UserError
 from urrl.tables import read_table
@@ -130,9 +131,66 @@ def test_candidates_from_another_table():
         load_source({"table": "t.parquet", "features": "x*", "candidates": "cleaned.csv"})
 
 
+def test_a_column_of_labels_is_no_feature_where_the_candidates_are_elsewhere():
+    frame = table(6).assign(labels=[0, 1, 2, 0, 1, 2])
+    frame.to_csv("t.csv", index=False)
+    frame.rename(columns={"labels": "candidates"}).to_csv("cleaned.csv", index=False)
+    with pytest.raises(UserError, match=r"t.csv: with the candidates in cleaned.csv, --features must say"):
+        load_source({"table": "t.csv", "features": None, "candidates": "cleaned.csv"})
+    frame.drop(columns="item").to_csv("t.csv")  # with pandas' row numbers, in a column without a name
+    with pytest.raises(UserError, match=r"t.csv: a column has no name"):
+        load_source({"table": "t.csv", "features": None, "candidates": "labels"})
+    assert load_source({"table": "t.csv", "features": "x*", "candidates": "labels"}).dataset.x.shape == (6, 3)
+
+
+def test_a_file_with_the_name_of_a_column_does_not_hide_it():
+    table(20).to_csv("t.csv", index=False)
+    Path("labels").write_text("anything")
+    command = ["train", "--table", "t.csv", "--features", "x*", "--candidates", "labels", *TINY, "--out", "run"]
+    assert call(*command).code == 0
+
+
+def test_columns_are_found_by_their_names_again():
+    """A name that looks like a pattern is none."""
+    frame = pd.DataFrame({"x*": [0.0, 1.0, 2.0], "x1": [5.0, 6.0, 8.0]})
+    frame[["x1", "x*"]].to_csv("new.csv", index=False)
+    _, chunks = items_to_predict(Path("new.csv"), (2,), ["x*", "x1"], None)
+    ((_, x),) = list(chunks)
+    assert x.tolist() == frame.to_numpy().tolist()
+
+
+def test_bad_rows_are_skipped_wherever_they_are():
+    x = np.eye(6)
+    x[3, 0], x[4, 1] = np.nan, 1e31
+    np.savez("o.npz", x=x, candidates=["a", "b", "a", "b", "a", "b"], classes=["a", "b", "c"])
+    note: list[str] = []
+    total, chunks = items_to_predict(Path("o.npz"), (6,), None, note)
+    assert total == 4 and [names for names, _ in chunks] == [[0, 1, 2, 5]]
+    assert note == ["o.npz, row 3: feature 0 is no finite number", "o.npz, row 4: feature 1 is too large to be scaled"]
+    with pytest.raises(UserError, match=r"o.npz, row 3: feature 0 is no finite number"):
+        items_to_predict(Path("o.npz"), (6,), None, None)
+    pd.DataFrame({"item": [0, 1, 2, 5], "candidates": ["a", "b", "a", "b"]}).to_csv("cleaned.csv", index=False)
+    loaded = load_source({"npz": "o.npz", "candidates": "cleaned.csv", "skip_bad": True})
+    assert loaded.items == [0, 1, 2, 5] and len(loaded.skipped) == 2
+    assert loaded.dataset.classes == ("a", "b", "c")
+    folder_of_images(3)
+    rows = [("0.png", "me", "cat"), ("1.png", "me", ""), ("1.png", "you", "dog"), ("2.png", "me", "cat")]
+    write_labels(rows, ("item", "annotator", "label"))
+    with pytest.raises(UserError, match=r"labels.csv, line 3: the label is missing"):
+        load_source(IMAGES)
+    loaded = load_source(IMAGES | {"skip_bad": True})
+    assert names_of(loaded) == [["cat"], ["dog"], ["cat"]] and len(loaded.skipped) == 1
+
+
 def test_classes_that_are_numbers():
     np.savez("o.npz", x=np.eye(4), candidates=[3, 4, 3, 4])
     assert names_of(load_source({"npz": "o.npz", "classes": ["3", "4", "5"]})) == [[3], [4], [3], [4]]
+    frames: dict[str, list[Any]] = {"lists": [[0, 1], [1], [2], [0]], "gaps": [0, 1, 2, None]}
+    for name, column in frames.items():
+        Path(f"{name}.json").write_text(json.dumps([{"u": i, "c": c} for i, c in enumerate(column)]))
+        for classes in (["0", "1", "2"], None):
+            loaded = load_source({"table": f"{name}.json", "features": "u", "candidates": "c", "classes": classes})
+            assert [str(c) for c in loaded.dataset.classes] == ["0", "1", "2"] and names_of(loaded)[2] == [2]
 
 
 def test_bad_images_are_found_before_they_are_streamed():
@@ -397,6 +455,27 @@ def test_export(runs, kind):
     classes = json.loads(session.get_modelmeta().custom_metadata_map["classes"])
     check(session.run(["probabilities"], {"x": x.numpy()})[0], classes)
     assert_refused(call("export", place / kind, "--onnx", "m.onnx"), "m.onnx: exists")
+
+
+def test_export_refuses_features_that_it_could_not_tell_apart():
+    x = 1.7e12 + 1000 * np.random.default_rng(0).normal(size=(40, 2))
+    np.savez("far.npz", x=x, candidates=np.arange(40) % 2)
+    assert call("train", "--npz", "far.npz", *TINY, "--out", "far").code == 0
+    assert_refused(call("export", "far", "--torch", "m.pt2"), "feature 0", "single precision")
+    assert not Path("m.pt2").exists()
+
+
+def test_narrow_images_train():
+    x = np.random.default_rng(0).integers(0, 256, (24, 20, 1), np.uint8)
+    np.savez("narrow.npz", x=x, candidates=np.arange(24) % 3)
+    assert call("train", "--npz", "narrow.npz", *TINY, "--out", "narrow").code == 0
+
+
+def test_outputs_that_overflow_are_told():
+    np.savez("f.npz", x=np.random.default_rng(0).normal(size=(60, 4)), candidates=np.arange(60) % 3)
+    one = ["--epochs", 1, "--set", "batch_size=64", "--set", "lr=1e25", "--threads", 1, "--quiet"]
+    done = call("train", "--npz", "f.npz", *one, "--out", "f")
+    assert done.code != 0 and "nan in epoch 1" in done.err and "Traceback" not in done.err
 
 
 def test_export_refuses(runs):

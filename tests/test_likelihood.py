@@ -84,6 +84,18 @@ def test_an_items_own_set_has_no_vote_on_itself():
     assert row.argmax() == changed.argmax()
 
 
+def test_components_of_few_rows_are_those_of_their_covariance():
+    x = torch.randn(12, 40, generator=torch.Generator().manual_seed(0)) * torch.arange(1, 41)
+    centred = (x - x.mean(0)).double()
+    variance, axes = torch.linalg.eigh(centred.T @ centred / 12)
+    for whiten in (False, True):
+        z = principal_components(x, 5, whiten).double()
+        slow = centred @ axes[:, -5:]
+        slow = slow / (variance[-5:] + 1e-4 * variance[-1]).sqrt() if whiten else slow
+        torch.testing.assert_close(z @ z.T, slow @ slow.T, rtol=1e-3, atol=1e-3 * float((slow @ slow.T).abs().max()))
+    assert torch.isfinite(principal_components(torch.ones(3, 100_000), 48, whiten=True)).all()  # in little memory
+
+
 def test_features_of_images():
     x = torch.randint(0, 256, (60, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     features = patch_features(x, filters=16)

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from scipy import stats
@@ -300,7 +301,8 @@ def test_paper_values_are_for_the_paper_s_conditions_only(tmp_path):
 
 def test_what_the_size_of_a_table_decides_is_no_variant(tmp_path):
     """The folds of all methods come into one table, although each method has its own learning rate."""
-    for method, settings in (("urrl", {}), ("pico", {}), ("cc", {}), ("cc", {"lr": 0.01})):
+    wide: dict[str, Any] = {"head": "mlp", "weight_decay": 5e-4}  # no size decides over these
+    for method, settings in (("urrl", {}), ("pico", {}), ("cc", {}), ("cc", {"lr": 0.01}), ("cc", wide)):
         for fold in range(2):
             cell = {"eta": None, "mu": None, "convention": None, "seed": 0, "split": f"fold:{fold}", "subset": None}
             base = by_size(1000, (100,), method)
@@ -309,8 +311,9 @@ def test_what_the_size_of_a_table_decides_is_no_variant(tmp_path):
     assert call("report", tmp_path).code == 0
     text = (tmp_path / "report.md").read_text()
     tables = [rows(part, "### Test accuracy")[0] for part in text.split("\n## ")[1:]]
-    assert sorted(tables) == [["η", "μ", "CC"], ["η", "μ", "URRL", "PiCO", "CC"]]
-    assert text.count("60.50 ± 0.71") == 4
+    other = 'CC head="mlp" weight\\_decay=0.0005'
+    assert sorted(tables) == [["η", "μ", "CC"], ["η", "μ", "URRL", "PiCO", "CC", other]]
+    assert text.count("60.50 ± 0.71") == 5
 
 
 def test_a_damaged_file_costs_no_other_run(tmp_path):
@@ -321,9 +324,13 @@ def test_a_damaged_file_costs_no_other_run(tmp_path):
     (fake(tmp_path, failed, error="x") / "error.json").write_text("{")
     (tmp_path / "grids").mkdir()
     (tmp_path / "grids" / "a.json").write_text("[")
+    write_json(tmp_path / "grids" / "b.json", {"a": 1})  # another program's
+    folder = fake(tmp_path, make_cell({"dataset": "digits", "method": "cc", "eta": 0.1, "mu": 0.1}, {}, None), 1.0)
+    write_json(folder / "result.json", json.loads((folder / "result.json").read_text()) | {"test_accuracy": None})
     done = call("report", tmp_path)
     assert done.code == 0
     for words in ("its epochs are left out", "why the run failed is not known", "what was planned is left out"):
         assert words in done.err
     text = (tmp_path / "report.md").read_text()
-    assert "3 runs: 2 finished, 1 failed" in text and "90.00" in text and "80.00" in text
+    assert "4 runs: 3 finished, 1 failed" in text and "90.00" in text and "80.00" in text
+    assert "| unknown" in text  # nobody knows the truth there

@@ -221,7 +221,7 @@ def thumbnail(x: Tensor) -> str:
     from PIL import Image
 
     array = x.permute(1, 2, 0).numpy()
-    image = Image.fromarray(array[..., 0] if array.shape[2] == 1 else array)
+    image = Image.fromarray(array if array.shape[2] in (3, 4) else array[..., 0])
     image.thumbnail((THUMBNAIL, THUMBNAIL))
     buffer = io.BytesIO()
     image.save(buffer, "PNG")

@@ -345,8 +345,9 @@ def _source(args: argparse.Namespace) -> dict[str, Any] | None:
     if args.recipe != "fast":
         raise UserError(f"--recipe {args.recipe}: on your own data the settings are those of 'fast', after its size")
     source = {way: str(getattr(args, way).resolve()), **{name: getattr(args, name) for name in _TAKES[way]}}
-    if way == "images" or (args.candidates and Path(args.candidates).is_file()):
-        source["candidates"] = str(Path(args.candidates).resolve())
+    other = Path(args.candidates or "")  # a table of its own, or the name of a column
+    if way == "images" or (other.suffix in (".csv", ".parquet", ".json") and other.is_file()):
+        source["candidates"] = str(other.resolve())
     return source | {"classes": [name.strip() for name in args.classes.split(",")] if args.classes else None}
 
 
@@ -435,9 +436,10 @@ def _audit(args: argparse.Namespace) -> None:
         rates = {name: f"{r['value']:.1%} ({r['low']:.1%} to {r['high']:.1%})" for name, r in noise.items()}
         print(f"by the neighbours' sets alone {rates['missing']} miss it: mu is {rates['mu']} and eta {rates['eta']}, "
               "with 90 % intervals")  # fmt: skip
+    again = "   (training takes it as --candidates; beside a --table, with --features)" if found["own"] else ""
     print(f"""look at           {args.out / "index.html"}
 all, worst first  {args.out}/issues.{args.format}
-cleaned labels    {args.out}/cleaned.{args.format}{"   (training takes it as --candidates)" if found["own"] else ""}""")
+cleaned labels    {args.out}/cleaned.{args.format}{again}""")
 
 
 def _export(args: argparse.Namespace) -> None:

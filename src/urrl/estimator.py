@@ -17,7 +17,7 @@ from torch import Tensor
 
 from urrl.candidates import CandidateSets
 from urrl.data import Dataset, Splits
-from urrl.data.augment import AnyPolicy, find_policy, normalise
+from urrl.data.augment import AnyPolicy, Policy, find_policy, normalise
 from urrl.data.own import as_items, from_arrays
 from urrl.errors import UserError
 from urrl.evaluate import infer, set_scores
@@ -86,15 +86,17 @@ class PartialLabelClassifier(ClassNamePrefixFeaturesOutMixin, TransformerMixin, 
 
     def fit(self, X: Any, y: Any) -> PartialLabelClassifier:
         x = self._items(X, fitting=True)
-        sets, names = self._candidates(y)
+        sets, names = self._candidates(y, self.classes)
         if len(names) < 2:
             raise UserError(f"training takes at least 2 classes; the candidates have 1 class, {names[0]!r}")
-        if not 0 <= self.validation_fraction < 1:
-            raise UserError(f"validation_fraction is a share from 0 and below 1, not {self.validation_fraction}")
+        if not (isinstance(self.validation_fraction, (int, float, np.number)) and 0 <= self.validation_fraction < 1):
+            raise UserError(f"validation_fraction is a share from 0 and below 1, not {self.validation_fraction!r}")
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         dataset = from_arrays(x, sets.mask, names, augment=self.augment)
         run, splits, given = make_own_run(dataset, self.method, self._settings(), seed, self.validation_fraction)
         policy = find_policy(dataset.augment)
+        if isinstance(policy, Policy) and x.dim() == 2:
+            raise UserError("augment: the policy is for images, the items are features")
         with self._threads(), _random_state_of_torch_kept():
             method = build_method(run, tuple(x.shape[1:]), given, self.device)
             try:
@@ -150,7 +152,10 @@ class PartialLabelClassifier(ClassNamePrefixFeaturesOutMixin, TransformerMixin, 
     def _scored(self, X: Any, y: Any) -> tuple[Tensor, Tensor]:
         """(predictions, candidate sets), (n, C) each; a candidate that the classifier does not know is no column."""
         f = self._infer(X).logits.softmax(1)
-        sets, names = self._candidates(y)
+        sets, names = self._candidates(y, self.classes)
+        unnamed = [name for name in self.classes_.tolist() if name not in names]
+        if unnamed and getattr(y, "ndim", 1) == 1 and not isinstance(y, CandidateSets):
+            sets, names = self._candidates(y, [*names, *unnamed])  # who has no label may be one of those
         column = {name: c for c, name in enumerate(names)}
         places = [column.get(name, -1) for name in self.classes_.tolist()]
         mask = torch.nn.functional.pad(sets.mask, (0, 1))[:, places]
@@ -160,7 +165,11 @@ class PartialLabelClassifier(ClassNamePrefixFeaturesOutMixin, TransformerMixin, 
 
     def _settings(self) -> dict[str, Any]:
         own = {name: getattr(self, name) for name in ("epochs", "batch_size", "lr", "width")}
-        chosen = {name: value for name, value in own.items() if value is not None} | dict(self.options or {})
+        own = {name: value for name, value in own.items() if value is not None}
+        options = dict(self.options or {})
+        for name in own.keys() & options.keys():
+            raise UserError(f"{name} is given twice, as a parameter and in options")
+        chosen = own | options
         return {name: value.item() if isinstance(value, np.generic) else value for name, value in chosen.items()}
 
     def _items(self, X: Any, fitting: bool) -> Tensor:
@@ -179,18 +188,20 @@ class PartialLabelClassifier(ClassNamePrefixFeaturesOutMixin, TransformerMixin, 
         x = as_items(X, None if fitting or len(self.shape_) == 1 else (self.shape_[2], self.shape_[1]))
         if images and fitting:
             self.n_features_in_ = int(np.prod(x.shape[1:]))
+        if not fitting and x.dim() == 4 and (x.shape[1], self.shape_[0]) == (1, 3):
+            x = x.expand(-1, 3, -1, -1).contiguous()  # a grey image among colour ones
         if not fitting and tuple(x.shape[1:]) != self.shape_:
             raise UserError(f"the classifier takes items of {self.shape_}, these are {tuple(x.shape[1:])}")
         return x
 
-    def _candidates(self, y: Any) -> tuple[CandidateSets, list[Any]]:
+    def _candidates(self, y: Any, classes: Sequence[Any] | None) -> tuple[CandidateSets, list[Any]]:
         if y is None:
             raise UserError(f"{type(self).__name__} requires y to be passed, but the target y is None")
         if isinstance(y, np.ndarray) and y.ndim == 2 and y.shape[1] == 1 and y.dtype != bool:
             y = column_or_1d(y, warn=True)
         if getattr(getattr(y, "dtype", None), "kind", "") == "f" and y.ndim == 1:
             check_classification_targets(np.asarray(y)[~np.isnan(np.asarray(y))])
-        return parse_candidates(y, self.classes)
+        return parse_candidates(y, classes)
 
     def _infer(self, X: Any) -> Out:
         check_is_fitted(self)
@@ -239,8 +250,10 @@ class URRLClassifier(PartialLabelClassifier):
         self.phi = phi
 
     def _settings(self) -> dict[str, Any]:
-        if isinstance(self.phi, str) and self.phi != "auto":
+        if self.phi != "auto" and not isinstance(self.phi, (int, float, np.number)):
             raise UserError(f"phi is 'auto' or a number, not {self.phi!r}")
+        if "phi" in (self.options or {}):
+            raise UserError("phi is a parameter of its own, not one of options")
         return ({"adapt": True} if self.phi == "auto" else {"phi": float(self.phi)}) | super()._settings()
 
 

@@ -50,6 +50,10 @@ def load_exported(folder: Path) -> tuple[Exported, Tensor, str]:
     net, training, policy, classes, shape = load_model(folder, "cpu")
     rng = torch.Generator().manual_seed(0)
     if isinstance(policy, Features):
+        for number, (mean, std) in enumerate(zip(policy.mean, policy.std)):
+            if abs(mean) > (1e7 if std == 1 else 1e5) * std:  # single precision keeps seven digits; 1: hardly varies
+                told = f"{folder}: feature {number} is about {mean:g} and varies by {std:.3g}"
+                raise UserError(f"{told}, too little for the single precision of an export: take its mean off")
         x = torch.randn(2, *shape, generator=rng) * torch.tensor(policy.std) + torch.tensor(policy.mean)
     else:
         x = torch.randint(256, (2, *shape), generator=rng).to(torch.uint8)

@@ -94,7 +94,7 @@ def from_annotations(
         raise UserError(f"how is 'union', a number of votes from 1 or a share above 0 and up to 1, not {how!r}")
     votes: dict[Any, set[tuple[Any, Any]]] = defaultdict(set)  # a vote that is in the table twice counts once
     for number, (i, a, l) in enumerate(zip(*columns)):
-        if _missing(i) or _missing(a) or _missing(l):
+        if missing(i) or missing(a) or missing(l):
             raise UserError(f"row {number}: the item, the annotator or the label is missing")
         for value in (i, a, l):
             if not isinstance(value, (str, int, float)):
@@ -123,7 +123,7 @@ def _checked_names(classes: Sequence[Any] | None) -> list[Any] | None:
         raise UserError(f"classes are a list of names, not {classes!r}")
     names = [_plain(name) for name in classes]
     for name in names:
-        if _missing(name) or not isinstance(name, (str, int, float)):
+        if missing(name) or not isinstance(name, (str, int, float)):
             raise UserError(f"the name of a class is a string or a number, not {name!r}")
         if isinstance(name, str) != isinstance(names[0], str):
             raise UserError(f"class {name!r} is a {_kind(name)}, but {names[0]!r} is a {_kind(names[0])}")
@@ -200,7 +200,7 @@ def _members(row: Any, names: list[Any] | None) -> list[Any]:
         if len(parts) > 1 and not all(parts):
             raise UserError(f"{row!r} names an empty class")
         return parts if parts[0] else []
-    if _missing(row):
+    if missing(row):
         return []
     if isinstance(row, (Set, list, tuple, np.ndarray)):
         members = [_plain(member) for member in (row.tolist() if isinstance(row, np.ndarray) else row)]
@@ -209,7 +209,7 @@ def _members(row: Any, names: list[Any] | None) -> list[Any]:
     else:
         members = [_plain(row)]
     for member in members:
-        if _missing(member) or not isinstance(member, (str, int, float)):
+        if missing(member) or not isinstance(member, (str, int, float)):
             raise UserError(f"a class is a string or a number, not {member!r}")
         if isinstance(member, float) and not member.is_integer():
             raise UserError(f"a class is a string or a whole number, not {member!r}")
@@ -222,7 +222,7 @@ def _plain(value: Any) -> Any:
     return value.item() if scalar else value
 
 
-def _missing(value: Any) -> bool:
+def missing(value: Any) -> bool:
     """None, NaN, and what pandas writes for a missing value."""
     return (
         value is None

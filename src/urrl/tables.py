@@ -43,11 +43,18 @@ def write_table(frame: pd.DataFrame, path: Path) -> None:
         if path.suffix == ".csv":
             write_text(path, _as_csv(frame))
         elif path.suffix == ".parquet":
-            write_atomic(path, lambda file: frame.to_parquet(file, index=False))
+            one_kind = frame.apply(_of_one_kind)
+            write_atomic(path, lambda file: one_kind.to_parquet(file, index=False))
         else:
             write_text(path, _as_json(frame))
     except UnicodeEncodeError as error:
         raise UserError(f"{path}: a name is no text that a file can hold ({error})") from None
+
+
+def _of_one_kind(column: pd.Series) -> pd.Series:
+    """Strings, where a column has strings and numbers: parquet has no such column."""
+    kinds = {isinstance(value, str) for value in column if not isinstance(value, (list, np.ndarray))}
+    return column.map(str) if len(kinds) > 1 and column.notna().all() else column
 
 
 def _as_csv(frame: pd.DataFrame) -> str:

@@ -147,6 +147,8 @@ def fit(method: Method, x: Items, policy: AnyPolicy, training: Training, seed: i
         state.flops += _operations(counter)
         state.epoch = epoch + 1
         merit = _merit(exam, epoch)
+        if math.isnan(merit):
+            raise Diverged(f"the validation became nan in epoch {epoch + 1} (learning rate {rate:.4g})")
         if merit >= state.best:  # a tie counts as better, as in the authors' code
             state.best, state.best_epoch = merit, epoch
             state.best_weights = {name: t.cpu().clone() for name, t in judged.state_dict().items()}

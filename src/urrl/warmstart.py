@@ -29,7 +29,12 @@ def principal_components(x: Tensor, d: int, whiten: bool = False) -> Tensor:
     x = x.flatten(1).float()
     some = everyone(x[every(max(1, total(len(x)) // 10_000), len(x))])
     mean = some.mean(0)
-    variance, axes = _eigh((some - mean).T @ (some - mean) / len(some))
+    centred = some - mean
+    if centred.shape[1] <= len(centred):
+        variance, axes = _eigh(centred.T @ centred / len(centred))
+    else:  # more features than rows: the same components from the products of the rows, which are fewer
+        variance, within = _eigh(centred @ centred.T / len(centred))
+        axes = centred.T @ within / (variance.clamp_min(0) * len(centred)).sqrt().clamp_min(1e-30)
     z = (x - mean) @ axes[:, -d:]
     return z / (variance[-d:] + 1e-4 * variance[-1]).clamp_min(1e-30).sqrt() if whiten else z
 

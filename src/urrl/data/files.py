@@ -15,12 +15,12 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from urrl.data.own import as_items, from_arrays, own_shape, own_size, stack_images
+from urrl.data.own import LARGEST, as_items, from_arrays, own_shape, own_size, stack_images
 from urrl.data.readers import Dataset
 from urrl.data.stream import from_files, identify, open_image
 from urrl.errors import UserError, one_line
 from urrl.files import UNREADABLE, read_npz
-from urrl.parse import from_annotations, parse_candidates
+from urrl.parse import from_annotations, missing, parse_candidates
 from urrl.tables import as_numbers, read_table, refuse
 
 IMAGES = (".png", ".jpg", ".jpeg", ".gif", ".bmp", ".webp", ".tif", ".tiff", ".pgm", ".ppm")
@@ -60,7 +60,7 @@ def load_source(source: dict[str, Any]) -> Loaded:
     elif "table" in source:
         rows, features = _table_rows(Path(source["table"]), source["features"], source["candidates"], note)
     else:
-        rows, classes = _npz_rows(Path(source["npz"]), classes, source.get("candidates"))
+        rows, classes = _npz_rows(Path(source["npz"]), classes, source.get("candidates"), note)
     rows = rows.keep(_first_of_each(rows, note))
     good, S, names = _sets(rows, classes, note)
     rows = rows.keep(good)
@@ -85,6 +85,10 @@ def _image_rows(folder: Path, labels: Path, note: list[str] | None) -> Rows:
         raise UserError(f"{folder}: no such folder")
     frame = read_table(labels, skipped=note)
     if "candidates" not in frame and {"item", "annotator", "label"} <= set(frame):
+        empty = frame["label"].isna() | (frame["label"].map(str) == "")
+        for place in frame.index[empty]:
+            refuse(f"{labels}, {frame.index.name} {place}: the label is missing", note)
+        frame = frame[~empty]
         items, sets = from_annotations(frame["item"], frame["annotator"], frame["label"])
         first = dict(zip(frame["item"][::-1], frame.index[::-1]))
         places = pd.Index([first[item] for item in items], name=frame.index.name)
@@ -106,7 +110,11 @@ def _table_rows(path: Path, features: str | list[str] | None, candidates: str, n
                 ) -> tuple[Rows, list[str]]:  # fmt: skip
     frame = read_table(path, lambda names: _feature_names(path, names, features, candidates), note)
     names = _feature_names(path, list(frame), features, candidates)
+    if "" in names:
+        raise UserError(f"{path}: a column has no name, perhaps a row number: --features says which columns count")
     if candidates not in frame and Path(candidates).is_file():
+        if features is None:  # a column of labels in the table would be one
+            raise UserError(f"{path}: with the candidates in {candidates}, --features must say which columns count")
         return _with_sets(_rows(frame, frame.index, _numbers(frame[names]), path), Path(candidates), note), names
     return _rows(frame, _column(frame, candidates, path), _numbers(frame[names]), path), names
 
@@ -125,7 +133,7 @@ def _with_sets(rows: Rows, path: Path, note: list[str] | None) -> Rows:
     return kept._replace(candidates=_objects(of[str(item)] for item in kept.items))
 
 
-def _npz_rows(path: Path, classes: Sequence[str] | None, labels: str | None
+def _npz_rows(path: Path, classes: Sequence[str] | None, labels: str | None, note: list[str] | None
               ) -> tuple[Rows, Sequence[Any] | None]:  # fmt: skip
     """x: features (n, d) or uint8 images (n, H, W) or (n, H, W, 3); candidates: labels or "a|b" strings (n,) or a mask
     (n, C); perhaps classes (C,), the names of its columns, and item (n,), the names of the rows."""
@@ -142,11 +150,13 @@ def _npz_rows(path: Path, classes: Sequence[str] | None, labels: str | None
             raise UserError(f"{path}: {len(frame)} rows of x, but {len(held[key])} of {key}")
     if "item" in held:
         frame["item"] = held["item"]
+    if "classes" in held:
+        if classes:
+            raise UserError(f"{path}: names its classes itself: --classes does not go with it")
+        classes = held["classes"].tolist()
     if labels:
-        return _with_sets(_rows(frame, frame.index, held["x"], path), Path(labels), None), classes
-    if "classes" in held and classes:
-        raise UserError(f"{path}: names its classes itself: --classes does not go with it")
-    return _rows(frame, held["candidates"], held["x"], path), held["classes"].tolist() if "classes" in held else classes
+        return _with_sets(_rows(frame, frame.index, held["x"], path), Path(labels), note), classes
+    return _rows(frame, held["candidates"], held["x"], path), classes
 
 
 def _rows(frame: pd.DataFrame, candidates: Any, x: np.ndarray, path: Path) -> Rows:
@@ -162,14 +172,16 @@ def _column(frame: pd.DataFrame, name: str, path: Path) -> pd.Series:
     return frame[name]
 
 
-def _feature_names(path: Path, names: Sequence[str], features: str | list[str] | None, candidates: str) -> list[str]:
-    """The columns that patterns like "a,b,x*" name, or a list of names; None: all but the item and its candidates."""
+def _feature_names(path: Path, names: Sequence[str], features: str | list[str] | None, candidates: str | None
+                   ) -> list[str]:  # fmt: skip
+    """The columns that patterns like "a,b,x*" name, or those of a list; None: all but the item and its candidates."""
     others = [name for name in names if name not in ("item", candidates)]
     if features is None:
         return others
     chosen: list[str] = []
+    matches = fnmatchcase if isinstance(features, str) else str.__eq__
     for pattern in [part.strip() for part in features.split(",")] if isinstance(features, str) else features:
-        found = [name for name in others if name == pattern or fnmatchcase(name, pattern)]
+        found = [name for name in others if name == pattern or matches(name, pattern)]
         if not found:
             raise UserError(f"{path}: no column is called {pattern!r}; there are: {', '.join(others)}")
         chosen += [name for name in found if name not in chosen]
@@ -202,16 +214,14 @@ def _first_of_each(rows: Rows, note: list[str] | None) -> np.ndarray:
 def _sets(rows: Rows, classes: Sequence[Any] | None, note: list[str] | None) -> tuple[np.ndarray, Tensor, list[Any]]:
     """(good (n,), S of the good ones, names of the classes). A set that occurs a thousand times is parsed once."""
     good = np.ones(len(rows.items), dtype=bool)
-    if (
-        classes is not None
-        and rows.candidates.dtype.kind in "iu"
-        and all(str(c).removeprefix("-").isdecimal() for c in classes)
-    ):
-        classes = [int(c) for c in classes]
+    if classes is not None and all(str(c).removeprefix("-").isdecimal() for c in classes):
+        classes = [(int if _numbered(rows.candidates) else str)(c) for c in classes]
     if rows.candidates.ndim == 2:
         sets, names = parse_candidates(rows.candidates, classes)
         return good, sets.mask, _enough(names, sets.mask)
     cells = _objects(tuple(c) if isinstance(c, (list, np.ndarray)) else c for c in rows.candidates.tolist())
+    if _numbered(cells):  # a column of whole numbers with a gap comes as 1.0, 2.0, nan
+        cells = _objects(int(c) if isinstance(c, float) and c.is_integer() else c for c in cells)
     try:
         code, distinct = pd.factorize(cells, use_na_sentinel=False)
     except TypeError:  # a list in a list, a dictionary: the parser says so
@@ -229,6 +239,15 @@ def _sets(rows: Rows, classes: Sequence[Any] | None, note: list[str] | None) -> 
         raise problem
     S = sets.mask[torch.from_numpy(code[good])]
     return good, S, _enough(names, S)
+
+
+def _numbered(candidates: np.ndarray) -> bool:
+    """Whether classes go by numbers: the first that is named does, or a mask is of 0 and 1."""
+    if candidates.ndim == 2:
+        return candidates.dtype.kind in "iu"
+    cells = (c if isinstance(c, (list, tuple, np.ndarray)) else [c] for c in candidates.tolist())
+    first = next((member for cell in cells for member in cell if not missing(member)), None)
+    return isinstance(first, (int, float, np.number))
 
 
 def _enough(names: list[Any], S: Tensor) -> list[Any]:
@@ -268,11 +287,14 @@ def _finite(rows: Rows, features: list[str] | None, note: list[str] | None) -> t
     """(good (n,), the good items)."""
     if rows.x.dtype.kind not in "fiub":
         raise UserError(f"{rows.table} 0: x is an array of numbers, not of {rows.x.dtype}")
-    finite = np.isfinite(rows.x)
-    good = finite.all(tuple(range(1, finite.ndim)))
-    for i in (~good).nonzero()[0]:
-        column = int(finite[i].reshape(-1).argmin())
-        rows.refuse(i, f"feature {features[column] if features else column!r} is no finite number", note)
+    usable: np.ndarray = np.ones(rows.x.shape, bool)
+    if rows.x.dtype.kind == "f":
+        usable = np.abs(rows.x.astype(np.float64)) <= LARGEST
+    good = np.asarray(usable.all(tuple(range(1, usable.ndim))))
+    for i in (~good).nonzero()[0].tolist():
+        column = int(usable[i].reshape(-1).argmin())
+        wrong = "too large to be scaled" if np.isfinite(rows.x[i].reshape(-1)[column]) else "no finite number"
+        rows.refuse(i, f"feature {features[column] if features else column!r} is {wrong}", note)
     return good, rows.x[good]
 
 
@@ -292,16 +314,16 @@ def items_to_predict(path: Path, shape: tuple[int, ...], features: list[str] | N
         return len(files), _image_chunks(path, files, shape, note, chunk)
     if path.suffix in (".npy", ".npz"):
         array, names = _array(path)
-        x = _checked(path, array, shape)
-        if len(shape) == 1 and len(x):
-            good, values = _finite(Rows(f"{path}, row", np.arange(len(x)), names, names, array), None, note)
-            x, names = as_items(values) if len(values) else x[:0], names[good]
-        names = names.tolist()
+        array = _checked(path, array, shape)
+        if len(shape) == 1 and len(array):
+            good, array = _finite(Rows(f"{path}, row", np.arange(len(array)), names, names, array), None, note)
+            names = names[good]
+        x, names = as_items(array) if len(array) else torch.empty(0, *shape), names.tolist()
     else:
         if features is None:
             raise UserError(f"{path}: the run was not trained on a table")
         frame = read_table(path, lambda columns: features, note)
-        values = _numbers(frame[_feature_names(path, list(frame), features, "")])
+        values = _numbers(frame[_feature_names(path, list(frame), features, None)])
         rows = _rows(frame, frame.index, values, path)
         good, values = _finite(rows, features, note)
         x, names = as_items(values) if len(values) else torch.empty(0, *shape), rows.items[good].tolist()
@@ -344,7 +366,8 @@ def _array(path: Path) -> tuple[np.ndarray, np.ndarray]:
     return array, np.arange(len(array) if array.ndim else 0)
 
 
-def _checked(path: Path, array: np.ndarray, shape: tuple[int, ...]) -> Tensor:
+def _checked(path: Path, array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """The array, with a channel; of the shape that the run takes."""
     if len(shape) == 3 and array.dtype != np.uint8:
         raise UserError(f"{path}: images are one uint8 array, not {array.dtype}")
     images = array[..., None] if len(shape) == 3 and array.ndim == 3 else array
@@ -352,4 +375,4 @@ def _checked(path: Path, array: np.ndarray, shape: tuple[int, ...]) -> Tensor:
     if images.shape[1:] != wanted:
         kind = "images" if len(shape) == 3 else "features"
         raise UserError(f"{path}: the run takes {kind} of {wanted}, these are {images.shape[1:]}")
-    return as_items(images) if len(images) else torch.empty(0, *shape)
+    return images

@@ -42,7 +42,7 @@ def as_items(x: Any, size: tuple[int, int] | None = None) -> Tensor:
     """(n, d) float features or (n, ch, H, W) uint8 images from an array, a tensor, a frame, a column, a list of rows,
     of images or of paths of image files, which are read in that size (width, height)."""
     if isinstance(x, Tensor):
-        if x.dim() == 4:
+        if x.dim() == 4 and x.dtype == torch.uint8:
             return x  # as torch has images: (n, ch, H, W)
         x = x.detach().cpu().numpy()
     if isinstance(x, (list, tuple)) or type(x).__name__ in ("Column", "Series", "ChunkedArray"):

@@ -27,10 +27,9 @@ class Block(nn.Module):
 class FastResNet(nn.Module):
     def __init__(self, shape: tuple[int, ...], width: int = 32):
         super().__init__()
-        channels, height = shape[0], shape[1]
         self.out_features = 4 * width
-        small = height < 16  # a stride in the stem would leave nothing of an 8x8 digit
-        self.stem = conv_bn(channels, width, 3, 1, 1) if small else conv_bn(channels, width, 4, 2, 1)
+        small = min(shape[1:]) < 16  # a stride in the stem would leave nothing of an 8x8 digit
+        self.stem = conv_bn(shape[0], width, 3, 1, 1) if small else conv_bn(shape[0], width, 4, 2, 1)
         self.blocks = nn.Sequential(Block(width, width, 1), Block(width, 2 * width, 2), Block(2 * width, 4 * width, 2))
 
     def forward(self, x: Tensor) -> Tensor:

@@ -38,6 +38,7 @@ class Figure:
     by_seed: dict[Any, float]
     planned: int
     failed: bool
+    unknown: bool  # finished, on data of which nobody knows the truth
     printed: paper.Value | None
 
     @property
@@ -61,13 +62,15 @@ class Figure:
         if self.difference is not None:
             beside.append(signed(self.difference))
         if self.mean is None:
-            return Cell("failed" if self.failed else "missing", None, ", ".join(beside))
+            why = "failed" if self.failed else "unknown" if self.unknown else "missing"
+            return Cell(why, None, ", ".join(beside))
         return Cell(with_std(self.mean, self.std), self.mean, ", ".join(beside), best)
 
 
 def figure(entries: list[Entry], printed: paper.Value | None = None) -> Figure:
     known = {e.repetition: e.accuracy for e in entries if e.accuracy is not None}
-    return Figure(known, len({e.repetition for e in entries}), any(e.error for e in entries), printed)
+    failed, unknown = any(e.error for e in entries), any(e.result and e.accuracy is None for e in entries)
+    return Figure(known, len({e.repetition for e in entries}), failed, unknown, printed)
 
 
 def with_std(mean: float, std: float | None) -> str:

@@ -23,6 +23,7 @@ NAMES = {
     "supervised": "supervised (upper bound)",
 }  # fmt: skip
 ORDER = [*paper.METHODS, *(name for name in NAMES if name not in paper.METHODS)]
+SIZED = ("ema", "lr", "pad", "flip_test", "move_test")  # which the size of the data decides, too
 PARTS = ("use_m", "use_cr", "use_correction")  # what the ablation takes away
 
 
@@ -79,8 +80,8 @@ def find_runs(root: Path) -> list[Entry]:
         if {"dataset", "method", "training", "options"} <= config.keys():
             found[path.parent] = _entry(path.parent, config)
     for path in sorted(root.rglob("grids/*.json")):
-        plan = _whole(partial(read_json, path), "what was planned is left out") or {"grid": "", "cells": []}
-        for cell in plan["cells"]:
+        plan = _whole(partial(read_json, path), "what was planned is left out") or {}
+        for cell in plan.get("cells", []) if "grid" in plan else []:  # else another program's
             folder = path.parents[1] / cell.pop("folder")
             if folder not in found:
                 found[folder] = _entry(folder, cell)
@@ -147,12 +148,14 @@ def variant(config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         return name, {}
     values = recipe(config["dataset"], method)
     own = dict(vars(build(METHODS[method].Config, {k: v for k, v in values.items() if k in config["options"]})))
+    if config["training"]["net"] == "mlp":
+        values = usual(config)
     training = vars(build(Training, {k: v for k, v in values.items() if k not in config["options"]}))
-    told = ("net", "width", "epochs", "batch_size")  # in the title
-    also = {k: v for k, v in config["training"].items() if k not in told and training.get(k, v) != v}
+    told: tuple[str, ...] = ("net", "width", "epochs", "batch_size")  # in the title
     if by_its_size(config):
-        also = {}
+        told += SIZED
         own |= {k: v for k, v in config["options"].items() if usual(config).get(k) == v}
+    also = {k: v for k, v in config["training"].items() if k not in told and training.get(k, v) != v}
     differs = {k: v for k, v in config["options"].items() if own.get(k, v) != v}
     if method == "urrl":
         printed = paper_form(config["dataset"])
