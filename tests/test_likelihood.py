@@ -88,10 +88,10 @@ def test_components_of_few_rows_are_those_of_their_covariance():
     x = torch.randn(12, 40, generator=torch.Generator().manual_seed(0)) * torch.arange(1, 41)
     centred = (x - x.mean(0)).double()
     variance, axes = torch.linalg.eigh(centred.T @ centred / 12)
-    for whiten in (False, True):
-        z = principal_components(x, 5, whiten).double()
-        slow = centred @ axes[:, -5:]
-        slow = slow / (variance[-5:] + 1e-4 * variance[-1]).sqrt() if whiten else slow
+    for whiten, d in itertools.product((False, True), (5, 20)):  # 20: more than there are
+        z = principal_components(x, d, whiten).double()
+        slow = centred @ axes[:, -d:]
+        slow = slow / (variance[-d:] + 1e-4 * variance[-1]).sqrt() if whiten else slow
         torch.testing.assert_close(z @ z.T, slow @ slow.T, rtol=1e-3, atol=1e-3 * float((slow @ slow.T).abs().max()))
     assert torch.isfinite(principal_components(torch.ones(3, 100_000), 48, whiten=True)).all()  # in little memory
 

@@ -34,7 +34,8 @@ def principal_components(x: Tensor, d: int, whiten: bool = False) -> Tensor:
         variance, axes = _eigh(centred.T @ centred / len(centred))
     else:  # more features than rows: the same components from the products of the rows, which are fewer
         variance, within = _eigh(centred @ centred.T / len(centred))
-        axes = centred.T @ within / (variance.clamp_min(0) * len(centred)).sqrt().clamp_min(1e-30)
+        lengths = (variance * len(centred)).clamp_min(1e-30).sqrt()
+        axes = centred.T @ (within * (variance > 1e-6 * variance[-1]) / lengths)  # the rest is rounding
     z = (x - mean) @ axes[:, -d:]
     return z / (variance[-d:] + 1e-4 * variance[-1]).clamp_min(1e-30).sqrt() if whiten else z
 
