@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from urrl import warmstart
 from urrl.candidates import generate
 from urrl.likelihood import estimate_mu, log_given, set_log_likelihood, set_nll
 from urrl.warmstart import ballot, patch_features, principal_components, raw_features
@@ -104,6 +105,13 @@ def test_features_of_images():
     torch.testing.assert_close(z.var(0, correction=0), torch.ones(10), rtol=1e-2, atol=1e-2)
     P = ballot(raw_features(x), generate(torch.arange(60) % 3, 3, 0.3, 0.3).mask).on(torch.arange(60))
     assert P.shape == (60, 3) and torch.isfinite(P).all()
+
+
+def test_a_process_without_images_has_no_patch_features(monkeypatch):
+    """Of more processes than images: the others send it what filters are made of."""
+    x = torch.randint(0, 256, (60, 3, 32, 32), dtype=torch.uint8)
+    monkeypatch.setattr(warmstart, "everyone", lambda own: x)
+    assert patch_features(x[:0], filters=16).shape == (0, 8 * 16)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="keep_memory speaks to glibc")

@@ -60,8 +60,8 @@ def predict_file(folder: Path, path: Path, out: Path, device: str = "auto", skip
         with bar(path.name, total, quiet) as advance:
             for items, x in chunks:
                 if len(x):
-                    out = infer(net, x, policy, training.flip_test, training.move_test)
-                    confidence, label = out.logits.softmax(1).max(1)
+                    seen = infer(net, x, policy, training.flip_test, training.move_test)
+                    confidence, label = seen.logits.softmax(1).max(1)
                     for item, c, p in zip(items, label.tolist(), confidence.tolist()):
                         cells = [protect(str(item)), names[c], f"{p:.4f}"]
                         (quoted if "\r" in cells[0] + cells[1] else rows).writerow(cells)

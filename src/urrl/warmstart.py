@@ -67,7 +67,7 @@ def patch_features(x: Tensor, filters: int = 128, side: int = 6) -> Tensor:
     kernel = (bank - bank.mean(1, keepdim=True)).view(len(bank), -1, side, side)
     # Made at once: small results that come between large buffers would keep malloc from using those again.
     features = torch.empty(len(x), 8 * len(bank), device=x.device)
-    for rows in torch.arange(len(x), device=x.device).split(max(1, PIXELS // x[0, 0].numel())):
+    for rows in torch.arange(len(x), device=x.device).split(max(1, PIXELS // x.shape[2:].numel())):
         z = x[rows].float() / 255
         local = F.avg_pool2d(torch.stack([z.mean(1), z.square().mean(1)], 1), side, 1)  # mean and square of each patch
         deviation = (local[:, 1] - local[:, 0] ** 2 + floor).sqrt()[:, None]

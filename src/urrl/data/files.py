@@ -179,9 +179,9 @@ def _feature_names(path: Path, names: Sequence[str], features: str | list[str] |
     if features is None:
         return others
     chosen: list[str] = []
-    matches = fnmatchcase if isinstance(features, str) else str.__eq__
+    patterns = isinstance(features, str)
     for pattern in [part.strip() for part in features.split(",")] if isinstance(features, str) else features:
-        found = [name for name in others if name == pattern or matches(name, pattern)]
+        found = [name for name in others if name == pattern or (patterns and fnmatchcase(name, pattern))]
         if not found:
             raise UserError(f"{path}: no column is called {pattern!r}; there are: {', '.join(others)}")
         chosen += [name for name in found if name not in chosen]

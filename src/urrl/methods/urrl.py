@@ -132,7 +132,10 @@ class URRL(Method):
         it is known which that is."""
         c = self.config
         learns_l = not c.one_view or c.learn == "labels" or c.vote == "labels"
-        return not (learns_l or self.may_stop) and self.epochs_in(c.voting) < epoch < self.total_epochs - 1
+        silent = max(
+            1, self.epochs_in(c.voting)
+        )  # the first epoch without: there is always one at first
+        return not (learns_l or self.may_stop) and silent < epoch < self.total_epochs - 1
 
     def _sets(self) -> Tensor | Rows:
         """S as it was given."""
