@@ -132,9 +132,7 @@ class URRL(Method):
         it is known which that is."""
         c = self.config
         learns_l = not c.one_view or c.learn == "labels" or c.vote == "labels"
-        silent = max(
-            1, self.epochs_in(c.voting)
-        )  # the first epoch without: there is always one at first
+        silent = max(1, self.epochs_in(c.voting))  # the first epoch without: there is always one at first
         return not (learns_l or self.may_stop) and silent < epoch < self.total_epochs - 1
 
     def _sets(self) -> Tensor | Rows:
