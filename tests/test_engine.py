@@ -1,6 +1,7 @@
 """What the loop and its process do besides learning."""
 
 import json
+import math
 import platform
 import subprocess
 import sys
@@ -12,7 +13,9 @@ from torch import nn
 
 from tests.runs import TINY, call
 from urrl import train
+from urrl.config import Training
 from urrl.data.augment import find_policy
+from urrl.errors import UserError
 from urrl.evaluate import infer
 from urrl.nets import Network, build_network
 
@@ -101,3 +104,30 @@ def test_a_prediction_is_the_mean_over_mirrored_and_moved_images(flip, move):
         expected += weight * sum(infer(net, view, policy).logits.softmax(1) for view in mirrored) / len(mirrored)
     torch.testing.assert_close(out.logits.exp(), expected)
     torch.testing.assert_close(out.logits.exp().sum(1), torch.ones(5))
+
+
+def shrunk(training: Training, steps: int) -> float:
+    """What is left of a weight that SGD moves by weight decay alone, step by step."""
+    weight = nn.Parameter(torch.ones(()))
+    decay = train.weight_decay(training, steps)
+    optimiser = torch.optim.SGD([weight], training.lr, training.momentum, weight_decay=decay, nesterov=True)
+    for step in range(steps):
+        for group in optimiser.param_groups:
+            group["lr"] = train.learning_rate(step, steps, training)
+        weight.grad = torch.zeros(())
+        optimiser.step()
+    return weight.item()
+
+
+@pytest.mark.parametrize(("steps", "lr", "momentum"), [(1000, 0.1, 0.9), (5000, 0.1, 0.9), (1000, 0.02, 0.5)])
+def test_decay_that_fits_the_run_shrinks_weights_alike(steps, lr, momentum):
+    training = Training(weight_decay=-1.0, lr=lr, momentum=momentum, nesterov=True, warmup=0.2, schedule="linear")
+    assert -math.log(shrunk(training, steps)) == pytest.approx(train.SHRINK, rel=0.05)
+
+
+def test_decay_that_is_given_stays():
+    assert train.weight_decay(Training(weight_decay=0.003), 10) == 0.003
+    assert train.weight_decay(Training(weight_decay=0.0), 10) == 0
+    assert train.weight_decay(Training(weight_decay=-1.0, lr=0.0), 10) == 0  # nothing would be learned anyway
+    with pytest.raises(UserError, match="weight_decay must be at least 0, or -1, not -0.5"):
+        Training(weight_decay=-0.5)

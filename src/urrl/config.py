@@ -36,7 +36,7 @@ class Training:
     schedule: str = option("cosine", "how the learning rate falls to zero", choices=("cosine", "linear"))
     momentum: float = option(0.9, "SGD momentum", 0, 1)
     nesterov: bool = option(False, "Nesterov momentum")
-    weight_decay: float = option(1e-3, "L2 penalty", 0)
+    weight_decay: float = option(1e-3, "L2 penalty; -1 = one that fits the length of the run", -1)
     decay_norm: bool = option(True, "weight decay on biases and normalisation layers too")
     ema: float = option(0.0, "decay of the averaged weights that are evaluated; 0 = none", 0, 1)
     pad: int = option(-1, "views are moved by up to so many pixels; -1 = as the paper does with these images", -1, 64)
@@ -47,6 +47,8 @@ class Training:
     patience: int = option(25, "stop after so many epochs without a better validation; 0 = never", 0)
 
     def __post_init__(self) -> None:
+        if -1 < self.weight_decay < 0:
+            raise UserError(f"option weight_decay must be at least 0, or -1, not {self.weight_decay}")
         if self.nesterov and not self.momentum:
             raise UserError("option nesterov takes a momentum above 0 (or --set nesterov=false)")
 
@@ -151,6 +153,8 @@ def _fast(dataset: str, method: str) -> dict[str, Any]:
     if method == "urrl":
         values |= dict(start="vote", vote="sets", one_view="weak", learn="sets", voting=0.4, alpha=0.0, w_m=1.0)
     if dataset in ("fmnist", "cifar10", "cifar100", "cifar10n"):
+        values |= dict(weight_decay=-1.0)
+    if dataset == "fmnist":
         values |= dict(pad=2)
     if dataset == "digits":
         values |= dict(net="fast", width=16, epochs=60, batch_size=64, ema=0.98, flip_test=False, move_test=0)

@@ -34,6 +34,9 @@ from urrl.progress import Progress
 from urrl.seeding import derive_seed, generator
 
 
+SHRINK = 2.5  # of weight_decay=-1; how it was found: docs/fast.md
+
+
 class Diverged(Exception):
     """The loss is not a number any more. The last good state is kept."""
 
@@ -60,9 +63,9 @@ def fit(method: Method, x: Items, policy: AnyPolicy, training: Training, seed: i
     x = x.to(next(net.parameters()).device)
     average = copy.deepcopy(net) if training.ema else None
     judged = average or net  # what is evaluated, and what sees all items between epochs
-    optimiser = torch.optim.SGD(
-        _parameter_groups(net, training), training.lr, training.momentum, nesterov=training.nesterov
-    )
+    steps = count_batches(len(x), training.batch_size)  # an epoch
+    groups = _parameter_groups(net, training, weight_decay(training, training.epochs * steps))
+    optimiser = torch.optim.SGD(groups, training.lr, training.momentum, nesterov=training.nesterov)
     counting = functools.partial(counted, training.compile, folder is not None)
     half = half_precision(x.device)
     scaler = torch.amp.GradScaler(x.device.type, enabled=half == torch.float16)
@@ -89,7 +92,6 @@ def fit(method: Method, x: Items, policy: AnyPolicy, training: Training, seed: i
 
     own = x[distributed.share(len(x))]
     method.total_epochs, method.may_stop = training.epochs, training.patience > 0
-    steps = count_batches(len(x), training.batch_size)
     show.start(training.epochs, steps, state.epoch)
     if state.epoch == 0:
         began = time.perf_counter()
@@ -255,10 +257,18 @@ def learning_rate(step: int, steps: int, training: Training) -> float:
     return training.lr * fall
 
 
-def _parameter_groups(net: Network, training: Training) -> list[dict[str, Any]]:
+def weight_decay(training: Training, steps: int) -> float:
+    """-1: by it alone a weight would shrink to e^-SHRINK over the run. At a step it loses lr / (1 - momentum) times the
+    decay, and the learning rate is half of its highest in the mean, so a short run takes more decay."""
+    if training.weight_decay >= 0 or not training.lr:
+        return max(0.0, training.weight_decay)
+    return SHRINK * (1 - training.momentum) / (training.lr / 2 * steps)
+
+
+def _parameter_groups(net: Network, training: Training, decay: float) -> list[dict[str, Any]]:
     decayed = [p for p in net.parameters() if training.decay_norm or p.dim() > 1]
     others = [p for p in net.parameters() if not training.decay_norm and p.dim() <= 1]
-    return [{"params": decayed, "weight_decay": training.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return [{"params": decayed, "weight_decay": decay}, {"params": others, "weight_decay": 0.0}]
 
 
 @torch.no_grad()
