@@ -129,5 +129,5 @@ def test_decay_that_is_given_stays():
     assert train.weight_decay(Training(weight_decay=0.003), 10) == 0.003
     assert train.weight_decay(Training(weight_decay=0.0), 10) == 0
     assert train.weight_decay(Training(weight_decay=-1.0, lr=0.0), 10) == 0  # nothing would be learned anyway
-    with pytest.raises(UserError, match="weight_decay must be at least 0, or -1, not -0.5"):
+    with pytest.raises(UserError, match=r"weight_decay must be at least 0, or -1, not -0\.5"):
         Training(weight_decay=-0.5)

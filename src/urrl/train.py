@@ -33,7 +33,6 @@ from urrl.nets import Network
 from urrl.progress import Progress
 from urrl.seeding import derive_seed, generator
 
-
 SHRINK = 2.5  # of weight_decay=-1; how it was found: docs/fast.md
 
 
