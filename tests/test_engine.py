@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from tests.runs import TINY, call
-from urrl import train
+from urrl import checkpoint, train
 from urrl.config import Training
 from urrl.data.augment import find_policy
 from urrl.errors import UserError
@@ -131,3 +131,23 @@ def test_decay_that_is_given_stays():
     assert train.weight_decay(Training(weight_decay=-1.0, lr=0.0), 10) == 0  # nothing would be learned anyway
     with pytest.raises(UserError, match=r"weight_decay must be at least 0, or -1, not -0\.5"):
         Training(weight_decay=-0.5)
+
+
+@pytest.mark.parametrize("pace", [0.0, 1.0, 16.0])
+def test_norm_lr_is_the_pace_of_the_biases_of_normalisation_layers(pace, tmp_path):
+    """One step from zero: as far as the learning rate takes them, times the pace; all else goes as it went."""
+    one = "train --dataset digits --subset 120 --epochs 1 --threads 1 --quiet --set width=2 --set batch_size=1000"
+    one += " --set momentum=0 --set nesterov=false --set ema=0"
+    weights = {}
+    for value in (1.0, pace):
+        folder = tmp_path / str(value)
+        if not folder.exists():
+            assert call(*one.split(), "--set", f"norm_lr={value}", "--out", folder).code == 0
+        weights[value] = checkpoint.load(folder / "last.ckpt")["method"]
+    net = build_network("fast", (1, 8, 8), 10, 2, 64, "linear")
+    layers = {name for name, layer in net.named_modules() if isinstance(layer, nn.BatchNorm2d)}
+    biases = {f"net.{name}.bias" for name in layers}
+    assert biases <= weights[pace].keys() and any(weights[1.0][name].abs().max() > 0 for name in biases)
+    for name in (name for name in weights[1.0] if name.startswith("net.")):
+        was, now = weights[1.0][name], weights[pace][name]
+        torch.testing.assert_close(now, pace * was if name in biases else was)

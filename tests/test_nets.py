@@ -5,6 +5,7 @@ import torch
 
 from urrl.errors import UserError
 from urrl.nets import build_network
+from urrl.nets.lean import convolution
 
 IMAGES = [(3, 32, 32), (1, 28, 28), (1, 8, 8)]
 
@@ -57,3 +58,12 @@ def test_larger_images_do_not_cost_the_lean_net_more():
 def test_what_does_not_fit_is_named(name, shape, head, named):
     with pytest.raises(UserError, match=named):
         build_network(name, shape, 10, 8, 8, head)
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [(24, 32), (32, 32), (24, 8)])
+def test_a_lean_convolution_begins_by_handing_on_its_inputs(inputs, outputs):
+    x = torch.randn(2, inputs, 5, 7)
+    y = convolution(inputs, outputs)(x)
+    same = min(inputs, outputs)
+    torch.testing.assert_close(y[:, :same], x[:, :same])
+    assert outputs == same or y[:, same:].std() > 0.1

@@ -38,6 +38,7 @@ class Training:
     nesterov: bool = option(False, "Nesterov momentum")
     weight_decay: float = option(1e-3, "L2 penalty; -1 = one that fits the length of the run", -1)
     decay_norm: bool = option(True, "weight decay on biases and normalisation layers too")
+    norm_lr: float = option(1.0, "learning rate of the biases of normalisation layers, as a multiple of lr", 0)
     ema: float = option(0.0, "decay of the averaged weights that are evaluated; 0 = none", 0, 1)
     pad: int = option(-1, "views are moved by up to so many pixels; -1 = as the paper does with these images", -1, 64)
     flip_test: bool = option(False, "test and predict with the mean over the image and its mirror image")
@@ -152,10 +153,10 @@ def _fast(dataset: str, method: str) -> dict[str, Any]:
     )  # fmt: skip
     if method == "urrl":
         values |= dict(start="vote", vote="sets", one_view="weak", learn="sets", voting=0.4, alpha=0.0, w_m=1.0)
-    if dataset in ("fmnist", "cifar10", "cifar100", "cifar10n"):
-        values |= dict(weight_decay=-1.0)
     if dataset == "fmnist":
-        values |= dict(pad=2)
+        values |= dict(pad=2, norm_lr=16.0)
+    if dataset in ("cifar10", "cifar100", "cifar10n"):
+        values |= dict(weight_decay=-1.0, norm_lr=16.0)
     if dataset == "digits":
         values |= dict(net="fast", width=16, epochs=60, batch_size=64, ema=0.98, flip_test=False, move_test=0)
         if method == "urrl":

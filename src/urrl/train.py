@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.flop_counter import FlopCounterMode
 
 from urrl import checkpoint, distributed, interrupt
@@ -116,7 +117,7 @@ def fit(method: Method, x: Items, policy: AnyPolicy, training: Training, seed: i
             interrupt.check()
             rate = learning_rate(epoch * steps + number, training.epochs * steps, training)
             for group in optimiser.param_groups:
-                group["lr"] = rate
+                group["lr"] = rate * group["pace"]
             # The first step's operations are counted, and stand for the epoch's other steps.
             with counting() if number == 0 else contextlib.nullcontext(counter) as counter:
                 with torch.autocast(x.device.type, half, enabled=half is not None):
@@ -265,9 +266,14 @@ def weight_decay(training: Training, steps: int) -> float:
 
 
 def _parameter_groups(net: Network, training: Training, decay: float) -> list[dict[str, Any]]:
-    decayed = [p for p in net.parameters() if training.decay_norm or p.dim() > 1]
-    others = [p for p in net.parameters() if not training.decay_norm and p.dim() <= 1]
-    return [{"params": decayed, "weight_decay": decay}, {"params": others, "weight_decay": 0.0}]
+    """By their pace, a multiple of the learning rate, and their decay."""
+    norms = (layer for layer in net.modules() if isinstance(layer, _BatchNorm))
+    biases = {id(layer.bias) for layer in norms}
+    groups: dict[tuple[float, float], list[Tensor]] = {}
+    for p in net.parameters():
+        key = (training.norm_lr if id(p) in biases else 1.0, decay if training.decay_norm or p.dim() > 1 else 0.0)
+        groups.setdefault(key, []).append(p)
+    return [{"params": own, "pace": pace, "weight_decay": loss} for (pace, loss), own in groups.items()]
 
 
 @torch.no_grad()

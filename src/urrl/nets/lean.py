@@ -8,10 +8,17 @@ from torch import Tensor, nn
 STEM = 24  # channels
 
 
+def convolution(inputs: int, outputs: int) -> nn.Conv2d:
+    """3x3; at first it hands its inputs on as they are, and mixes them in the channels that it has more."""
+    layer = nn.Conv2d(inputs, outputs, 3, 1, 1, bias=False)
+    nn.init.dirac_(layer.weight.data[:inputs])
+    return layer
+
+
 def pair(inputs: int, outputs: int) -> nn.Sequential:
     return nn.Sequential(
-        nn.Conv2d(inputs, outputs, 3, 1, 1, bias=False), nn.MaxPool2d(2), nn.BatchNorm2d(outputs), nn.GELU(),
-        nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False), nn.BatchNorm2d(outputs), nn.GELU(),
+        convolution(inputs, outputs), nn.MaxPool2d(2), nn.BatchNorm2d(outputs), nn.GELU(),
+        convolution(outputs, outputs), nn.BatchNorm2d(outputs), nn.GELU(),
     )  # fmt: skip
 
 
