@@ -154,7 +154,7 @@ def _fast(dataset: str, method: str) -> dict[str, Any]:
     if method == "urrl":
         values |= dict(start="vote", vote="sets", one_view="weak", learn="sets", voting=0.4, alpha=0.0, w_m=1.0)
     if dataset == "fmnist":
-        values |= dict(pad=2, norm_lr=16.0)
+        values |= dict(pad=2)
     if dataset in ("cifar10", "cifar100", "cifar10n"):
         values |= dict(weight_decay=-1.0, norm_lr=16.0)
     if dataset == "digits":
