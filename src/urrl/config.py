@@ -148,13 +148,13 @@ _FEW = dict(alpha=1.0, learn="labels", voting=1.0)  # a few hundred items a clas
 def _fast(dataset: str, method: str) -> dict[str, Any]:
     """For two cores: a small net, a short schedule with a warm-up, no early stop; URRL with its fast switches."""
     values: dict[str, Any] = dict(
-        net="lean", width=32, embed_dim=64, epochs=40, lr=0.1, warmup=0.2, schedule="linear", nesterov=True,
+        net="lean", width=16, embed_dim=64, epochs=40, lr=0.1, warmup=0.2, schedule="linear", nesterov=True,
         weight_decay=5e-4, decay_norm=False, ema=0.997, patience=0, flip_test=True, move_test=1,
     )  # fmt: skip
     if method == "urrl":
         values |= dict(start="vote", vote="sets", one_view="weak", learn="sets", voting=0.4, alpha=0.0, w_m=1.0)
     if dataset == "fmnist":
-        values |= dict(pad=2)
+        values |= dict(pad=2, lr=0.2)
     if dataset in ("cifar10", "cifar100", "cifar10n"):
         values |= dict(weight_decay=-1.0, norm_lr=16.0)
     if dataset == "digits":
@@ -190,7 +190,7 @@ def by_size(n: int, shape: tuple[int, ...], method: str) -> dict[str, Any]:
         if method == "urrl":
             values |= dict(learn="labels", voting=1.0)
         return values if method in _ON_PICO else values | dict(lr=0.05)
-    return values | (dict(net="fast", width=16) if min(shape[1:]) < SMALLEST else dict(net="lean", width=32))
+    return values | dict(net="fast" if min(shape[1:]) < SMALLEST else "lean", width=16)
 
 
 def resolve(dataset: str, method: str, recipe: str, method_config: type, settings: dict[str, Any],
