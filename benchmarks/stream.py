@@ -65,7 +65,7 @@ def main() -> None:
 
     def speed(items: Any) -> float:
         own = from_arrays(items, S, data.classes, y, augment="fmnist")
-        run, splits, sets = make_own_run(own, "urrl", {"epochs": args.epochs, "batch_size": 256, "width": 32}, seed=0)
+        run, splits, sets = make_own_run(own, "urrl", {"epochs": args.epochs, "batch_size": 256, "width": 16}, seed=0)
         with tempfile.TemporaryDirectory() as folder:
             return float(train(run, own, splits, sets, Path(folder) / "run", device="cpu")["samples_per_second"])
 

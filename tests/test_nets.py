@@ -67,3 +67,9 @@ def test_a_lean_convolution_begins_by_handing_on_its_inputs(inputs, outputs):
     same = min(inputs, outputs)
     torch.testing.assert_close(y[:, :same], x[:, :same])
     assert outputs == same or y[:, same:].std() > 0.1
+
+
+def test_the_lean_net_is_narrow_where_the_image_is_whole():
+    net = build_network("lean", (1, 28, 28), 10, 16, 64, "linear")
+    convolutions = [layer.out_channels for layer in net.modules() if isinstance(layer, torch.nn.Conv2d)]
+    assert convolutions == [16, 16, 16, 64, 64, 128, 128] and net.backbone.out_features == 128

@@ -156,7 +156,7 @@ def _fast(dataset: str, method: str) -> dict[str, Any]:
     if dataset == "fmnist":
         values |= dict(pad=2, lr=0.2)
     if dataset in ("cifar10", "cifar100", "cifar10n"):
-        values |= dict(weight_decay=-1.0, norm_lr=16.0)
+        values |= dict(width=24, weight_decay=-1.0, norm_lr=16.0)
     if dataset == "digits":
         values |= dict(net="fast", width=16, epochs=60, batch_size=64, ema=0.98, flip_test=False, move_test=0)
         if method == "urrl":
@@ -190,7 +190,9 @@ def by_size(n: int, shape: tuple[int, ...], method: str) -> dict[str, Any]:
         if method == "urrl":
             values |= dict(learn="labels", voting=1.0)
         return values if method in _ON_PICO else values | dict(lr=0.05)
-    return values | dict(net="fast" if min(shape[1:]) < SMALLEST else "lean", width=16)
+    if min(shape[1:]) < SMALLEST:
+        return values | dict(net="fast", width=16)
+    return values | dict(net="lean", width=24 if shape[0] == 3 else 16)  # colour has more to tell apart
 
 
 def resolve(dataset: str, method: str, recipe: str, method_config: type, settings: dict[str, Any],

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-STEM = 16  # channels
-
 
 def convolution(inputs: int, outputs: int) -> nn.Conv2d:
     """3x3; at first it hands its inputs on as they are, and mixes them in the channels that it has more."""
@@ -28,8 +26,8 @@ class LeanNet(nn.Module):
         channels, side = shape[0], min(shape[1:])
         self.out_features = 8 * width
         stride = max(1, round(side / 32))  # what is larger than 32 pixels is made smaller at once
-        self.stem = nn.Sequential(nn.Conv2d(channels, STEM, 2 * stride, stride), nn.GELU())
-        self.pairs = nn.Sequential(pair(STEM, width), pair(width, 4 * width), pair(4 * width, 8 * width))
+        self.stem = nn.Sequential(nn.Conv2d(channels, width, 2 * stride, stride), nn.GELU())
+        self.pairs = nn.Sequential(pair(width, width), pair(width, 4 * width), pair(4 * width, 8 * width))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.pairs(self.stem(x)).amax((2, 3))  # (B, 8 width)
