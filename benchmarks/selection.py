@@ -36,7 +36,7 @@ def curves(name: str, mu: float, seed: int, data_dir: Path | None) -> list[dict[
     data = from_arrays(x[old], S[old], range(S.shape[1]))
     run, splits, given = make_own_run(data, "urrl", {"adapt": True}, seed)
     policy = find_policy(data.augment)
-    method = build_method(run, tuple(x.shape[1:]), given, "cpu")
+    method = build_method(run, splits.train.x, policy, given, "cpu")
     test = Part(x[new], y[new], new)
 
     def examine(net: Network) -> dict[str, Any]:

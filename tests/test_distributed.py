@@ -33,7 +33,7 @@ from urrl.methods import METHODS
 from urrl.methods.urrl import URRL
 from urrl.nets import build_network
 from urrl.run import make_own_run, make_run, train
-from urrl.train import batches
+from urrl.train import batches, count_batches
 
 # ---- shares of a batch -----------------------------------------------------------------------------------
 
@@ -45,7 +45,9 @@ def test_every_item_is_seen_once_and_looks_the_same(monkeypatch, world, n, size)
     x = torch.randint(0, 256, (n, 3, 20, 20), dtype=torch.uint8, generator=rng)
 
     def epoch():
-        return [*batches(x, POLICIES["cifar"], ("weak", "strong"), size, torch.Generator().manual_seed(1))]
+        rng = torch.Generator().manual_seed(1)
+        order = torch.randperm(n, generator=rng)
+        return [*batches(x, order, count_batches(n, size), POLICIES["cifar"], ("weak", "strong"), rng)]
 
     whole = epoch()
     assert sorted(torch.cat([batch.index for batch in whole]).tolist()) == list(range(n))

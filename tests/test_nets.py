@@ -1,5 +1,9 @@
 """Networks: shapes, unit-norm embeddings, the published size of PreAct ResNet-18, clear errors."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -67,6 +71,40 @@ def test_a_lean_convolution_begins_by_handing_on_its_inputs(inputs, outputs):
     same = min(inputs, outputs)
     torch.testing.assert_close(y[:, :same], x[:, :same])
     assert outputs == same or y[:, same:].std() > 0.1
+
+
+@pytest.mark.parametrize(
+    ("shape", "width"), [((1, 28, 28), 16), ((3, 32, 32), 24), ((3, 32, 32), 64), ((3, 64, 64), 5)]
+)
+def test_the_lean_net_begins_with_patches_of_equal_variance(shape, width):
+    rng = torch.Generator().manual_seed(0)
+    x = torch.nn.functional.avg_pool2d(torch.randn(400, *shape, generator=rng), 3, 1, 1)  # neighbours are alike
+    net = build_network("lean", shape, 10, width, 8, "linear")
+    net.begin(x)
+    stem = net.backbone.get_submodule("stem.0")
+    assert isinstance(stem, torch.nn.Conv2d) and stem.bias is not None
+    y = stem(x).transpose(0, 1).flatten(1)  # (channels, responses)
+    half = (len(y) + 1) // 2
+    torch.testing.assert_close(y[: len(y) - half], -y[half:])
+    products = y[:half] @ y[:half].T / y.shape[1]
+    assert half > 2 and (products - torch.eye(half)).abs().max() < 0.1
+    net(x[:4]).logits.sum().backward()
+    assert stem.weight.grad is None and stem.bias.grad is not None
+    assert len(y) == min(width, 2 * stem.weight[0].numel())
+
+
+def test_a_shortcut_with_few_channels_leaves_memory_alone():
+    """A 1x1 convolution with a stride does not, on some CPUs: a heap that is checked at every call would end this."""
+    code = "\n".join([
+        "import torch",
+        "from urrl.nets import build_network",
+        "torch.set_num_threads(1)",
+        "for name in ('fast', 'preact'):",
+        "    net = build_network(name, (1, 8, 8), 10, 2, 4, 'linear').to(memory_format=torch.channels_last)",
+        "    for _ in range(100):",
+        "        net(torch.randn(40, 1, 8, 8)).logits.sum().backward()",
+    ])  # fmt: skip
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "MALLOC_PERTURB_": "165"})
 
 
 def test_the_lean_net_is_narrow_where_the_image_is_whole():

@@ -142,7 +142,9 @@ def _paper(dataset: str, method: str) -> dict[str, Any]:
     return values
 
 
-_FEW = dict(alpha=1.0, learn="labels", voting=1.0)  # a few hundred items a class: mixed, they are not learned by heart
+_FEW = dict(
+    alpha=1.0, learn="labels", voting=1.0, visit=1.0
+)  # a few hundred items a class: mixed, they are not learned by heart
 
 
 def _fast(dataset: str, method: str) -> dict[str, Any]:
@@ -152,9 +154,11 @@ def _fast(dataset: str, method: str) -> dict[str, Any]:
         weight_decay=5e-4, decay_norm=False, ema=0.997, patience=0, flip_test=True, move_test=1,
     )  # fmt: skip
     if method == "urrl":
-        values |= dict(start="vote", vote="sets", one_view="weak", learn="sets", voting=0.4, alpha=0.0, w_m=1.0)
+        values |= dict(start="vote", vote="sets", one_view="weak", learn="sets", voting=0.25, alpha=0.0, w_m=1.0)
     if dataset == "fmnist":
         values |= dict(pad=2, lr=0.2)
+        if method == "urrl":  # half of the items in batches of half the size: as many steps as with all of them
+            values |= dict(visit=0.5, batch_size=128)
     if dataset in ("cifar10", "cifar100", "cifar10n"):
         values |= dict(width=24, weight_decay=-1.0, norm_lr=16.0)
     if dataset == "digits":

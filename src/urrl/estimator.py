@@ -98,7 +98,7 @@ class PartialLabelClassifier(ClassNamePrefixFeaturesOutMixin, TransformerMixin, 
         if isinstance(policy, Policy) and x.dim() == 2:
             raise UserError("augment: the policy is for images, the items are features")
         with self._threads(), _random_state_of_torch_kept():
-            method = build_method(run, tuple(x.shape[1:]), given, self.device)
+            method = build_method(run, splits.train.x, policy, given, self.device)
             try:
                 show = Progress(not self.verbose)
                 state = learn(method, splits, given, policy, run.training, seed, None, False, show)

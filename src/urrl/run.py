@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import shutil
 import time
@@ -20,8 +21,9 @@ from urrl import checkpoint, distributed
 from urrl.candidates import CandidateSets, generate, make_unreliable
 from urrl.config import Run, Training, by_size, resolve
 from urrl.data import Dataset, Splits, default_split, hold_out, load, split
-from urrl.data.augment import AnyPolicy, Policy, find_policy
+from urrl.data.augment import AnyPolicy, Policy, find_policy, normalise
 from urrl.data.own import data_sha256
+from urrl.data.stream import Items, rows_of
 from urrl.errors import UserError
 from urrl.evaluate import label_report, part_accuracy, validation
 from urrl.files import locked, read_json, sealed, write_json
@@ -31,6 +33,8 @@ from urrl.plots import draw_curves
 from urrl.progress import Progress
 from urrl.seeding import derive_seed
 from urrl.train import State, count_batches, fit
+
+PIXELS = 4_000_000  # of the images with which a network begins
 
 
 def make_run(
@@ -180,9 +184,9 @@ def pick_device(name: str) -> torch.device:
     return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
 
 
-def build_method(run: Run, shape: tuple[int, ...], given: CandidateSets, device: str) -> Method:
-    """The method with its network, freshly initialised by the run's seed, on its device."""
-    t = run.training
+def build_method(run: Run, x: Items, policy: AnyPolicy, given: CandidateSets, device: str) -> Method:
+    """The method with its network, freshly initialised by the run's seed and by some of the items x, on its device."""
+    t, shape = run.training, tuple(x.shape[1:])
     side = min(shape[1:], default=0)  # 0: of features
     if t.flip_test and not side:
         raise UserError("option flip_test=true takes images")
@@ -191,6 +195,8 @@ def build_method(run: Run, shape: tuple[int, ...], given: CandidateSets, device:
             raise UserError(f"option {name}={pixels} takes images of more than {pixels} pixels a side")
     torch.manual_seed(derive_seed(run.seed, "weights"))
     net = build_network(t.net, shape, given.n_classes, t.width, t.embed_dim, t.head)
+    some = slice(0, max(1, PIXELS // math.prod(shape)))
+    net.begin(normalise(next(rows_of(x, [some])).cpu(), policy))
     if len(shape) == 3:
         net = net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # twice as fast on CPUs
     method = METHODS[run.method](net, given, run.options).to(pick_device(device))
@@ -224,9 +230,9 @@ def train(run: Run, dataset: Dataset, splits: Splits, sets: CandidateSets, folde
     given = CandidateSets.of_labels(splits.train.truth, sets.n_classes) if kind.bound == "upper" else sets
     t = run.training
     shape = tuple(splits.train.x.shape[1:])
-    method = build_method(run, shape, given, device)
+    method = build_method(run, splits.train.x, policy, given, device)
     net = method.net
-    smallest = len(splits.train.x) // count_batches(len(splits.train.x), t.batch_size)
+    smallest = method.visited // count_batches(method.visited, t.batch_size)
     if (world := distributed.world()) > 1 and smallest < 2 * world and not t.sync_bn:
         raise UserError(f"{smallest} items a batch leave some of {world} processes fewer than 2, too few for batch "
                         f"normalisation: --set sync_bn=true normalises over all processes")  # fmt: skip
@@ -271,7 +277,7 @@ def train(run: Run, dataset: Dataset, splits: Splits, sets: CandidateSets, folde
             "processes": distributed.world(),
             "seconds": round(state.seconds, 3),
             "train_flops": state.flops,
-            "samples_per_second": round(len(splits.train.x) * state.epoch / state.seconds, 1),
+            "samples_per_second": round(method.visited * state.epoch / state.seconds, 1),
             **label_report(method, given.mask, splits.train.y),
             "mean_set_size": sets.mean_size,
             "n_train": len(splits.train.x),

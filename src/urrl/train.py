@@ -63,7 +63,7 @@ def fit(method: Method, x: Items, policy: AnyPolicy, training: Training, seed: i
     x = x.to(next(net.parameters()).device)
     average = copy.deepcopy(net) if training.ema else None
     judged = average or net  # what is evaluated, and what sees all items between epochs
-    steps = count_batches(len(x), training.batch_size)  # an epoch
+    steps = count_batches(method.visited, training.batch_size)  # an epoch
     groups = _parameter_groups(net, training, weight_decay(training, training.epochs * steps))
     optimiser = torch.optim.SGD(groups, training.lr, training.momentum, nesterov=training.nesterov)
     counting = functools.partial(counted, training.compile, folder is not None)
@@ -113,7 +113,8 @@ def fit(method: Method, x: Items, policy: AnyPolicy, training: Training, seed: i
 
         sums: dict[str, Tensor] = {}
         rng = generator(seed, "views", epoch)
-        for number, batch in enumerate(batches(x, policy, method.views, training.batch_size, rng)):
+        order = method.choose(rng)
+        for number, batch in enumerate(batches(x, order, steps, policy, method.views, rng)):
             interrupt.check()
             rate = learning_rate(epoch * steps + number, training.epochs * steps, training)
             for group in optimiser.param_groups:
@@ -131,7 +132,7 @@ def fit(method: Method, x: Items, policy: AnyPolicy, training: Training, seed: i
                     _average(average, net, training.ema, epoch * steps + number)
                 method.refine(batch, step)
             if number == 0:
-                state.flops += round(_operations(counter) * len(x) / len(batch.index))
+                state.flops += round(_operations(counter) * len(order) / len(batch.index))
             for name, term in {"loss": step.total, **step.terms}.items():
                 sums[name] = sums.get(name, 0) + term.detach() * len(batch.index)
             if (number % 20 == 0 or number == steps - 1) and not math.isfinite(loss := float(sums["loss"])):
@@ -158,7 +159,7 @@ def fit(method: Method, x: Items, policy: AnyPolicy, training: Training, seed: i
         state.seconds += ended - began
         record = {
             "epoch": epoch,
-            **{name: float(total) / len(x) for name, total in sums.items()},
+            **{name: float(total) / len(order) for name, total in sums.items()},
             **figures,
             **exam,
             "lr": rate,
@@ -232,11 +233,11 @@ def count_batches(n: int, size: int) -> int:
     return max(1, min(math.ceil(n / size), n // 2))
 
 
-def batches(x: Items, policy: AnyPolicy, views: tuple[str, ...], size: int, rng: torch.Generator) -> Iterator[Batch]:
-    """Every item once, in a random order, in batches of as equal a size as can be (a last batch of one item would
-    break batch normalisation). Of several processes each has the views of its share."""
-    order = torch.randperm(len(x), generator=rng)
-    indices = order.tensor_split(count_batches(len(x), size))
+def batches(x: Items, order: Tensor, steps: int, policy: AnyPolicy, views: tuple[str, ...], rng: torch.Generator
+            ) -> Iterator[Batch]:  # fmt: skip
+    """The rows `order` in so many batches of as equal a size as can be (a last batch of one item would break batch
+    normalisation). Of several processes each has the views of its share."""
+    indices = order.tensor_split(steps)
     shares = [distributed.share(len(index)) for index in indices]
     for index, own, rows in zip(indices, shares, rows_of(x, [index[own] for index, own in zip(indices, shares)])):
         yield Batch(index.to(x.device), make_views(rows, views, policy, rng, Rows(own, len(index))))

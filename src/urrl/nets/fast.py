@@ -18,10 +18,12 @@ class Block(nn.Module):
         self.first = conv_bn(inputs, outputs, 3, stride, 1)
         self.second = conv_bn(outputs, outputs, 3, 1, 1)
         same = stride == 1 and inputs == outputs
-        self.shortcut = nn.Identity() if same else conv_bn(inputs, outputs, 1, stride, 0)
+        self.stride = stride
+        self.shortcut = nn.Identity() if same else conv_bn(inputs, outputs, 1, 1, 0)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.relu(self.second(F.relu(self.first(x))) + self.shortcut(x))
+        # Not by a stride of the 1x1 convolution: see PreActBlock.
+        return F.relu(self.second(F.relu(self.first(x))) + self.shortcut(x[:, :, :: self.stride, :: self.stride]))
 
 
 class FastResNet(nn.Module):

@@ -1,8 +1,11 @@
-"""The net of the fast recipe: a stem and three pairs of 3x3 convolutions. Each pair halves the image, by maxima; the
-first, on the whole image, is narrow, since there a channel costs most. After cifar10-airbench (Jordan, 2024)."""
+"""The net of the fast recipe: a stem that whitens patches and three pairs of 3x3 convolutions. Each pair halves the
+image, by maxima; the first, on the whole image, is narrow, since there a channel costs most. After cifar10-airbench
+(Jordan, 2024)."""
 
 from __future__ import annotations
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 
@@ -26,8 +29,26 @@ class LeanNet(nn.Module):
         channels, side = shape[0], min(shape[1:])
         self.out_features = 8 * width
         stride = max(1, round(side / 32))  # what is larger than 32 pixels is made smaller at once
-        self.stem = nn.Sequential(nn.Conv2d(channels, width, 2 * stride, stride), nn.GELU())
-        self.pairs = nn.Sequential(pair(width, width), pair(width, 4 * width), pair(4 * width, 8 * width))
+        kernel = max(2 * stride, 3 if channels == 1 else 2)  # grey: nine directions for the stem's channels, not four
+        stem = min(width, 2 * channels * kernel**2)
+        self.stem = nn.Sequential(nn.Conv2d(channels, stem, kernel, stride), nn.GELU())
+        self.pairs = nn.Sequential(pair(stem, width), pair(width, 4 * width), pair(4 * width, 8 * width))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.pairs(self.stem(x)).amax((2, 3))  # (B, 8 width)
+
+    @torch.no_grad()
+    def begin(self, x: Tensor) -> None:
+        """The stem becomes the main directions of patches of x (n, ch, H, W), of equal variance, each with both signs;
+        its filters stay so, its biases learn."""
+        stem = self.stem[0]
+        assert isinstance(stem, nn.Conv2d)
+        kernel = stem.kernel_size[0]
+        patches = F.unfold(x.contiguous(), kernel, stride=kernel).transpose(1, 2).flatten(0, 1)  # (many, ch k k)
+        variance, axes = torch.linalg.eigh(patches.T.double() @ patches.double() / len(patches))
+        filters = (axes / (variance + 5e-4).sqrt()).T.flip(0)[: (len(stem.weight) + 1) // 2]  # flat patches stay small
+        both = torch.cat([filters, -filters])[: len(stem.weight)]
+        stem.weight.copy_(both.view_as(stem.weight))
+        stem.weight.requires_grad_(False)
+        assert stem.bias is not None
+        stem.bias.zero_()

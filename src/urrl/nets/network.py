@@ -43,6 +43,11 @@ class Network(nn.Module):
         # NOTE: the paper writes f(q); the works it builds on put f on the backbone's feature, and so do we.
         return Out(self.classifier(feature), F.normalize(self.embed(feature).float(), dim=1), feature)
 
+    def begin(self, x: Tensor) -> None:
+        """Before training, and before any copy is made: a look at some items, for a backbone that begins with them."""
+        if isinstance(self.backbone, LeanNet):
+            self.backbone.begin(x)
+
 
 NETS: dict[str, Callable[[tuple[int, ...], int], nn.Module]] = {  # (shape of one item, width) -> backbone
     "preact": lambda shape, width: PreActResNet18(shape[0], width),

@@ -14,11 +14,14 @@ class PreActBlock(nn.Module):
         self.bn2 = nn.BatchNorm2d(width)
         self.conv2 = nn.Conv2d(width, width, 3, 1, 1, bias=False)
         same = stride == 1 and inputs == width
-        self.shortcut = None if same else nn.Conv2d(inputs, width, 1, stride, bias=False)
+        self.stride = stride
+        self.shortcut = None if same else nn.Conv2d(inputs, width, 1, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         h = F.relu(self.bn1(x))
-        skip = x if self.shortcut is None else self.shortcut(h)
+        # The stride is taken here, and not by the 1x1 convolution: the backward pass of such a one, with few channels,
+        # writes past its memory on CPUs without AVX-512 (torch 2.13.0, oneDNN 3.12.0).
+        skip = x if self.shortcut is None else self.shortcut(h[:, :, :: self.stride, :: self.stride])
         h = self.conv1(h)
         h = self.conv2(F.relu(self.bn2(h)))
         return h + skip
