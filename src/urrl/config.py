@@ -156,9 +156,9 @@ def _fast(dataset: str, method: str) -> dict[str, Any]:
     if method == "urrl":
         values |= dict(start="vote", vote="sets", one_view="weak", learn="sets", voting=0.25, alpha=0.0, w_m=1.0)
     if dataset == "fmnist":
-        values |= dict(pad=2, lr=0.2)
-        if method == "urrl":  # half of the items in batches of half the size: as many steps as with all of them
-            values |= dict(visit=0.5, batch_size=128)
+        values |= dict(pad=2, lr=0.2, batch_size=128)
+        if method == "urrl":
+            values |= dict(visit=0.5)  # in batches of half the usual size: as many steps as with all items
     if dataset in ("cifar10", "cifar100", "cifar10n"):
         values |= dict(width=24, weight_decay=-1.0, norm_lr=16.0)
     if dataset == "digits":
