@@ -93,6 +93,14 @@ def test_the_lean_net_begins_with_patches_of_equal_variance(shape, width):
     assert len(y) == min(width, 2 * stem.weight[0].numel())
 
 
+def test_the_stem_of_very_large_images_learns_from_a_random_start():
+    net = build_network("lean", (3, 320, 320), 10, 4, 8, "linear")
+    before = net.backbone.get_parameter("stem.0.weight").clone()
+    net.begin(torch.randn(2, 3, 320, 320))
+    after = net.backbone.get_parameter("stem.0.weight")
+    assert torch.equal(before, after) and after.requires_grad
+
+
 def test_a_shortcut_with_few_channels_leaves_memory_alone():
     """A 1x1 convolution with a stride does not, on some CPUs: a heap that is checked at every call would end this."""
     code = "\n".join([

@@ -142,9 +142,7 @@ def _paper(dataset: str, method: str) -> dict[str, Any]:
     return values
 
 
-_FEW = dict(
-    alpha=1.0, learn="labels", voting=1.0, visit=1.0
-)  # a few hundred items a class: mixed, they are not learned by heart
+_FEW = dict(alpha=1.0, learn="labels", voting=1.0)  # a few hundred items a class: mixed, they are not learned by heart
 
 
 def _fast(dataset: str, method: str) -> dict[str, Any]:

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+LARGEST = 1024  # numbers of a patch: the directions of larger ones would take longer to find than they save
+
 
 def convolution(inputs: int, outputs: int) -> nn.Conv2d:
     """3x3; at first it hands its inputs on as they are, and mixes them in the channels that it has more."""
@@ -40,10 +42,12 @@ class LeanNet(nn.Module):
     @torch.no_grad()
     def begin(self, x: Tensor) -> None:
         """The stem becomes the main directions of patches of x (n, ch, H, W), of equal variance, each with both signs;
-        its filters stay so, its biases learn."""
+        its filters stay so, its biases learn. On very large patches it begins at random, and learns."""
         stem = self.stem[0]
         assert isinstance(stem, nn.Conv2d)
         kernel = stem.kernel_size[0]
+        if stem.weight[0].numel() > LARGEST:
+            return
         patches = F.unfold(x.contiguous(), kernel, stride=kernel).transpose(1, 2).flatten(0, 1)  # (many, ch k k)
         variance, axes = torch.linalg.eigh(patches.T.double() @ patches.double() / len(patches))
         filters = (axes / (variance + 5e-4).sqrt()).T.flip(0)[: (len(stem.weight) + 1) // 2]  # flat patches stay small
