@@ -152,7 +152,7 @@ def _fast(dataset: str, method: str) -> dict[str, Any]:
         weight_decay=5e-4, decay_norm=False, ema=0.997, patience=0, flip_test=True, move_test=1,
     )  # fmt: skip
     if method == "urrl":
-        values |= dict(start="vote", vote="sets", one_view="weak", learn="sets", voting=0.1, alpha=0.0, w_m=1.0)
+        values |= dict(start="vote", vote="sets", one_view="weak", learn="sets", voting=0.25, alpha=0.0, w_m=1.0)
     if dataset == "fmnist":
         values |= dict(pad=2, lr=0.2, batch_size=128, weight_decay=-1.0)
         if method == "urrl":
