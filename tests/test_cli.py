@@ -183,6 +183,7 @@ BAD = {
     "rates are numbers": ("--eta x", "--eta"),
     "no epochs": ("--epochs 0", "epochs must be between"),
     "moved out of the image": ("--set pad=8", "pad=8 takes images of more than 8 pixels"),
+    "all of the image cut out": ("--set cut=8", "cut=8 takes images of more than 8 pixels"),
     "infinite lr": ("--set lr=Infinity", "lr takes a finite number"),
     "lr that is no number": ("--set lr=NaN", "lr takes a finite number"),
     "phi out of range": ("--set phi=2", "phi must be between"),

@@ -49,14 +49,10 @@ def test_compiling_without_a_compiler_is_refused(tmp_path, monkeypatch):
     assert done.code == 2 and "C++ compiler" in done.err and not (tmp_path / "run").exists()
 
 
-def test_half_precision_is_for_gpus(plain, tmp_path, monkeypatch):
+def test_half_precision_is_for_gpus_and_who_asks():
     assert train.half_precision(torch.device("cpu")) is None
     assert train.half_precision(torch.device("mps")) is None
-    monkeypatch.setattr(train, "half_precision", lambda device: torch.bfloat16)  # as on a GPU, slow here
-    done = call(*TINY, "--out", tmp_path / "run")
-    assert done.code == 0
-    result = json.loads((tmp_path / "run" / "result.json").read_text())
-    assert result["test_accuracy"] == pytest.approx(plain["test_accuracy"], abs=0.1)
+    assert train.half_precision(torch.device("cpu"), bf16=True) == torch.bfloat16
 
 
 def test_what_a_method_looks_at_after_a_step_is_counted(tmp_path):
@@ -104,6 +100,36 @@ def test_a_prediction_is_the_mean_over_mirrored_and_moved_images(flip, move):
         expected += weight * sum(infer(net, view, policy).logits.softmax(1) for view in mirrored) / len(mirrored)
     torch.testing.assert_close(out.logits.exp(), expected)
     torch.testing.assert_close(out.logits.exp().sum(1), torch.ones(5))
+
+
+def test_bf16_is_for_the_steps_alone(plain, tmp_path, monkeypatch):
+    """Of a run on a CPU that asks for it: steps, not what is looked at between epochs, and weights stay float32."""
+    seen: dict[bool, set[torch.dtype]] = {True: set(), False: set()}
+    forward = nn.Conv2d.forward
+
+    def noted(self, x):
+        out = forward(self, x)
+        seen[torch.is_grad_enabled()].add(out.dtype)
+        return out
+
+    monkeypatch.setattr(nn.Conv2d, "forward", noted)
+    assert call(*TINY, "--set", "bf16=true", "--out", tmp_path / "run").code == 0
+    assert seen == {True: {torch.bfloat16}, False: {torch.float32}}
+    state = checkpoint.load(tmp_path / "run" / "last.ckpt")
+    assert all(t.dtype != torch.bfloat16 for t in state["method"].values())
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert result["train_flops"] == plain["train_flops"]
+    assert result["test_accuracy"] == pytest.approx(plain["test_accuracy"], abs=0.1)
+
+
+def test_cut_takes_a_square_out_of_weak_views(tmp_path):
+    """A square of 7 pixels leaves so little of a digit that a first epoch's loss shows it."""
+    losses = []
+    for cut in (0, 7):
+        folder = tmp_path / str(cut)
+        assert call(*TINY, "--set", "ema=0", "--set", f"cut={cut}", "--out", folder).code == 0
+        losses.append(train.read_history(folder, print)[0]["loss"])
+    assert losses[0] != losses[1]
 
 
 def shrunk(training: Training, steps: int) -> float:

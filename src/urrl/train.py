@@ -67,7 +67,7 @@ def fit(method: Method, x: Items, policy: AnyPolicy, training: Training, seed: i
     groups = _parameter_groups(net, training, weight_decay(training, training.epochs * steps))
     optimiser = torch.optim.SGD(groups, training.lr, training.momentum, nesterov=training.nesterov)
     counting = functools.partial(counted, training.compile, folder is not None)
-    half = half_precision(x.device)
+    half = half_precision(x.device, training.bf16)
     scaler = torch.amp.GradScaler(x.device.type, enabled=half == torch.float16)
     if training.compile:
         net.compile(dynamic=True)  # after the copy for the averaged weights, which runs too seldom to pay
@@ -202,8 +202,10 @@ def read_history(folder: Path, say: Callable[[str], None]) -> list[dict[str, Any
         return list(checkpoint.load(folder / checkpoint.LAST)["state"]["history"])
 
 
-def half_precision(device: torch.device) -> torch.dtype | None:
-    """What a step computes in where that is faster: on CUDA alone; losses are float32 everywhere."""
+def half_precision(device: torch.device, bf16: bool = False) -> torch.dtype | None:
+    """What a step computes in where that is faster: on CUDA and, where asked for, on CPUs; losses are float32."""
+    if device.type == "cpu" and bf16:
+        return torch.bfloat16
     if device.type != "cuda":
         return None
     return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
