@@ -46,8 +46,8 @@ def test_every_item_is_seen_once_and_looks_the_same(monkeypatch, world, n, size)
 
     def epoch():
         rng = torch.Generator().manual_seed(1)
-        order = torch.randperm(n, generator=rng)
-        return [*batches(x, order, count_batches(n, size), POLICIES["cifar"], ("weak", "strong"), rng)]
+        indices = [*torch.randperm(n, generator=rng).tensor_split(count_batches(n, size))]
+        return [*batches(x, indices, POLICIES["cifar"], ("weak", "strong"), rng)]
 
     whole = epoch()
     assert sorted(torch.cat([batch.index for batch in whole]).tolist()) == list(range(n))

@@ -29,8 +29,9 @@ class Training:
     width: int = option(64, "channels of the first stage", 1, 4096)
     embed_dim: int = option(50, "size d of the embedding q", 1, 65536)
     head: str = option("linear", "embedding head", choices=("linear", "mlp"))
-    epochs: int = option(500, "passes over the training part", 1, 32_767)
-    batch_size: int = option(256, "items a step", 2, 1_000_000)
+    members: int = option(1, "networks that learn apart and predict together, by their mean", 1, 100)
+    epochs: int = option(500, "passes over the training part, of each member", 1, 32_767)
+    batch_size: int = option(256, "items a step, of each member", 2, 1_000_000)
     lr: float = option(0.05, "highest learning rate", 0)
     warmup: float = option(0.0, "share of all steps in which the learning rate climbs to its highest", 0, 1)
     schedule: str = option("cosine", "how the learning rate falls to zero", choices=("cosine", "linear"))
@@ -158,9 +159,9 @@ def _fast(dataset: str, method: str) -> dict[str, Any]:
     if method == "urrl":
         values |= dict(start="vote", vote="sets", one_view="weak", learn="sets", voting=0.25, alpha=0.0, w_m=1.0)
     if dataset == "fmnist":
-        values |= dict(pad=2, lr=0.2, batch_size=128, weight_decay=-1.0)
-        if method == "urrl":
-            values |= dict(visit=0.5)  # in batches of half the usual size: as many steps as with all items
+        values |= dict(pad=2, lr=0.2, weight_decay=-1.0)
+        if method not in _ON_PICO:  # contrasts embeddings, which the members do not share
+            values |= dict(members=2)
     if dataset in ("cifar10", "cifar100", "cifar10n"):
         values |= dict(width=24, weight_decay=-1.0, norm_lr=16.0)
     if dataset == "digits":

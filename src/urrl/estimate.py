@@ -80,7 +80,9 @@ def speed(cell: Cell, device: str) -> float:
     t = cell.run.training
     dataset = load(cell.arguments["dataset_name"], cell.arguments["data_dir"])
     shape = tuple(dataset.x.shape[1:])
-    net = build_network(t.net, shape, len(dataset.classes), t.width, t.embed_dim, t.head).to(pick_device(device))
+    net = build_network(t.net, shape, len(dataset.classes), t.width, t.embed_dim, t.head, t.members).to(
+        pick_device(device)
+    )
     x = torch.randn(min(t.batch_size, 64), *shape, device=next(net.parameters()).device)
     if len(shape) == 3:
         net, x = net.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)  # type: ignore

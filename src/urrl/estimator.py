@@ -116,7 +116,7 @@ class PartialLabelClassifier(ClassNamePrefixFeaturesOutMixin, TransformerMixin, 
         self.policy_ = policy
         self.run_ = run
         self.shape_ = tuple(x.shape[1:])
-        self._n_features_out = run.training.embed_dim
+        self._n_features_out = run.training.embed_dim * run.training.members
         return self
 
     def predict_proba(self, X: Any) -> np.ndarray:

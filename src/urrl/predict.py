@@ -30,7 +30,8 @@ def load_model(folder: Path, device: str = "auto") -> tuple[Network, Training, A
         training = build(Training, config["training"])
         shape, classes, policy = tuple(saved["shape"]), list(saved["classes"]), find_policy(saved["augment"])
         with torch.device("meta"):  # takes no memory, whatever the config asks for, before the weights fit
-            net = build_network(training.net, shape, len(classes), training.width, training.embed_dim, training.head)
+            t = training
+            net = build_network(t.net, shape, len(classes), t.width, t.embed_dim, t.head, t.members)
         net.load_state_dict(saved["weights"], assign=True)
     except UNREADABLE as error:
         raise UserError(f"{path}: not the model of this run ({one_line(error)})") from None

@@ -194,7 +194,7 @@ def build_method(run: Run, x: Items, policy: AnyPolicy, given: CandidateSets, de
         if pixels >= 0 and pixels >= side:
             raise UserError(f"option {name}={pixels} takes images of more than {pixels} pixels a side")
     torch.manual_seed(derive_seed(run.seed, "weights"))
-    net = build_network(t.net, shape, given.n_classes, t.width, t.embed_dim, t.head)
+    net = build_network(t.net, shape, given.n_classes, t.width, t.embed_dim, t.head, t.members)
     some = slice(0, max(1, PIXELS // math.prod(shape)))
     net.begin(normalise(next(rows_of(x, [some])).cpu(), policy))
     if len(shape) == 3:
@@ -278,7 +278,7 @@ def train(run: Run, dataset: Dataset, splits: Splits, sets: CandidateSets, folde
             "processes": distributed.world(),
             "seconds": round(state.seconds, 3),
             "train_flops": state.flops,
-            "samples_per_second": round(method.visited * state.epoch / state.seconds, 1),
+            "samples_per_second": round(method.visited * t.members * state.epoch / state.seconds, 1),
             **label_report(method, given.mask, splits.train.y),
             "mean_set_size": sets.mean_size,
             "n_train": len(splits.train.x),

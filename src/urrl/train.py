@@ -63,7 +63,7 @@ def fit(method: Method, x: Items, policy: AnyPolicy, training: Training, seed: i
     x = x.to(next(net.parameters()).device)
     average = copy.deepcopy(net) if training.ema else None
     judged = average or net  # what is evaluated, and what sees all items between epochs
-    steps = count_batches(method.visited, training.batch_size)  # an epoch
+    steps = count_batches(method.visited, training.batch_size)  # an epoch, each with a batch for every member
     groups = _parameter_groups(net, training, weight_decay(training, training.epochs * steps))
     optimiser = torch.optim.SGD(groups, training.lr, training.momentum, nesterov=training.nesterov)
     counting = functools.partial(counted, training.compile, folder is not None)
@@ -113,8 +113,10 @@ def fit(method: Method, x: Items, policy: AnyPolicy, training: Training, seed: i
 
         sums: dict[str, Tensor] = {}
         rng = generator(seed, "views", epoch)
-        order = method.choose(rng)
-        for number, batch in enumerate(batches(x, order, steps, policy, method.views, rng)):
+        orders = [method.choose(rng).tensor_split(steps) for _ in range(training.members)]
+        indices = [torch.cat(parts) for parts in zip(*orders)]  # of a step: each member's rows, one after the other
+        visits = sum(map(len, indices))
+        for number, batch in enumerate(batches(x, indices, policy, method.views, rng)):
             interrupt.check()
             rate = learning_rate(epoch * steps + number, training.epochs * steps, training)
             for group in optimiser.param_groups:
@@ -124,7 +126,7 @@ def fit(method: Method, x: Items, policy: AnyPolicy, training: Training, seed: i
                 with torch.autocast(x.device.type, half, enabled=half is not None):
                     step = method.loss(batch)
                 optimiser.zero_grad(set_to_none=True)
-                scaler.scale(step.total).backward()
+                scaler.scale(step.total * training.members).backward()  # a mean over all, as if each were alone
                 distributed.sum_gradients(net)
                 scaler.step(optimiser)
                 scaler.update()
@@ -132,7 +134,7 @@ def fit(method: Method, x: Items, policy: AnyPolicy, training: Training, seed: i
                     _average(average, net, training.ema, epoch * steps + number)
                 method.refine(batch, step)
             if number == 0:
-                state.flops += round(_operations(counter) * len(order) / len(batch.index))
+                state.flops += round(_operations(counter) * visits / len(batch.index))
             for name, term in {"loss": step.total, **step.terms}.items():
                 sums[name] = sums.get(name, 0) + term.detach() * len(batch.index)
             if (number % 20 == 0 or number == steps - 1) and not math.isfinite(loss := float(sums["loss"])):
@@ -159,7 +161,7 @@ def fit(method: Method, x: Items, policy: AnyPolicy, training: Training, seed: i
         state.seconds += ended - began
         record = {
             "epoch": epoch,
-            **{name: float(total) / len(order) for name, total in sums.items()},
+            **{name: float(total) / visits for name, total in sums.items()},
             **figures,
             **exam,
             "lr": rate,
@@ -235,11 +237,9 @@ def count_batches(n: int, size: int) -> int:
     return max(1, min(math.ceil(n / size), n // 2))
 
 
-def batches(x: Items, order: Tensor, steps: int, policy: AnyPolicy, views: tuple[str, ...], rng: torch.Generator
+def batches(x: Items, indices: list[Tensor], policy: AnyPolicy, views: tuple[str, ...], rng: torch.Generator
             ) -> Iterator[Batch]:  # fmt: skip
-    """The rows `order` in so many batches of as equal a size as can be (a last batch of one item would break batch
-    normalisation). Of several processes each has the views of its share."""
-    indices = order.tensor_split(steps)
+    """Of these rows each. Of several processes each has the views of its share."""
     shares = [distributed.share(len(index)) for index in indices]
     for index, own, rows in zip(indices, shares, rows_of(x, [index[own] for index, own in zip(indices, shares)])):
         yield Batch(index.to(x.device), make_views(rows, views, policy, rng, Rows(own, len(index))))

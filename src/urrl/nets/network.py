@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from typing import NamedTuple
@@ -49,6 +50,33 @@ class Network(nn.Module):
             self.backbone.begin(x)
 
 
+class Members(Network):
+    """Several networks as one. They begin and learn apart: in training each has its own part of a batch's rows. A
+    prediction is the mean of theirs, and the embedding all of theirs, side by side."""
+
+    def __init__(self, networks: list[Network]):
+        nn.Module.__init__(self)
+        self.networks = nn.ModuleList(networks)
+        self.embed_dim = sum(net.embed_dim for net in networks)
+
+    def forward(self, x: Tensor) -> Out:
+        m = len(self.networks)
+        if not self.training:
+            outs = [net(x) for net in self.networks]
+            f = torch.stack([out.logits.float().softmax(1) for out in outs]).mean(0)
+            q, feature = (torch.cat([out[i] for out in outs], 1) for i in (1, 2))
+            return Out(f.clamp_min(1e-30).log(), q / math.sqrt(m), feature)
+        outs = [net(rows) for net, rows in zip(self.networks, x.tensor_split(m))]
+        # A row has one member's q in its place, so long that in the mean over the members it is the whole q.
+        q, feature = (torch.block_diag(*(out[i] for out in outs)) for i in (1, 2))
+        return Out(torch.cat([out.logits for out in outs]), math.sqrt(m) * q, feature)
+
+    def begin(self, x: Tensor) -> None:
+        for net in self.networks:
+            assert isinstance(net, Network)
+            net.begin(x)
+
+
 NETS: dict[str, Callable[[tuple[int, ...], int], nn.Module]] = {  # (shape of one item, width) -> backbone
     "preact": lambda shape, width: PreActResNet18(shape[0], width),
     "lean": LeanNet,
@@ -57,7 +85,8 @@ NETS: dict[str, Callable[[tuple[int, ...], int], nn.Module]] = {  # (shape of on
 }
 
 
-def build_network(name: str, shape: tuple[int, ...], n_classes: int, width: int, embed_dim: int, head: str) -> Network:
+def build_network(name: str, shape: tuple[int, ...], n_classes: int, width: int, embed_dim: int, head: str,
+                  members: int = 1) -> Network:  # fmt: skip
     if name not in NETS:
         raise UserError(f"net {name!r} is unknown; there are: {', '.join(NETS)}")
     if (name == "mlp") != (len(shape) == 1):
@@ -66,9 +95,11 @@ def build_network(name: str, shape: tuple[int, ...], n_classes: int, width: int,
     if name == "lean" and min(shape[1:]) < SMALLEST:
         raise UserError(f"net 'lean' takes images of at least {SMALLEST} pixels a side; choose fast")
     with torch.device("meta"):  # takes no memory
-        size = sum(4 * p.numel() for p in Network(NETS[name](shape, width), n_classes, embed_dim, head).parameters())
+        one = Network(NETS[name](shape, width), n_classes, embed_dim, head)
+        size = members * sum(4 * p.numel() for p in one.parameters())
     # Gradients and momentum take as much each.
     if hasattr(os, "sysconf") and 3 * size > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
         raise UserError(f"net {name} of width {width} and embed_dim {embed_dim} has {size / 1e9:.0f} GB, too much for "
                         "this machine")  # fmt: skip
-    return Network(NETS[name](shape, width), n_classes, embed_dim, head)
+    networks = [Network(NETS[name](shape, width), n_classes, embed_dim, head) for _ in range(members)]
+    return Members(networks) if members > 1 else networks[0]
