@@ -17,6 +17,7 @@ from urrl.config import Training
 from urrl.data.augment import find_policy
 from urrl.errors import UserError
 from urrl.evaluate import infer
+from urrl.methods.average import Average
 from urrl.nets import Network, build_network
 
 
@@ -130,6 +131,37 @@ def test_cut_takes_a_square_out_of_weak_views(tmp_path):
         assert call(*TINY, "--set", "ema=0", "--set", f"cut={cut}", "--out", folder).code == 0
         losses.append(train.read_history(folder, print)[0]["loss"])
     assert losses[0] != losses[1]
+
+
+def test_a_member_learns_as_if_it_were_alone(tmp_path, monkeypatch):
+    """One step on images as they are: the first of three members ends where a single network does. And in an epoch of
+    several steps each member sees each item once."""
+    batches = []
+    loss = Average.loss
+
+    def noted(self, batch):
+        batches.append(batch.index)
+        return loss(self, batch)
+
+    monkeypatch.setattr(Average, "loss", noted)
+    monkeypatch.setattr(Average, "views", ("plain", "plain2"))
+    small = "train --dataset digits --method average --subset 60 --epochs 1 --threads 1 --quiet --set width=2"
+    one_step = "--set batch_size=1000 --set ema=0 --set lr=0.01"
+    weights = []
+    for members in (1, 3):
+        folder = tmp_path / str(members)
+        assert call(*small.split(), *one_step.split(), "--set", f"members={members}", "--out", folder).code == 0
+        weights.append(checkpoint.load(folder / "last.ckpt")["method"])
+    alone = {name: t for name, t in weights[0].items() if name.startswith("net.")}
+    assert len(batches) == 2 and len(batches[1]) == 180
+    for name, t in alone.items():
+        torch.testing.assert_close(weights[1][name.replace("net.", "net.networks.0.")], t)
+
+    batches.clear()
+    assert call(*small.split(), "--set", "batch_size=8", "--set", "members=3", "--out", tmp_path / "steps").code == 0
+    assert len(batches) == 8
+    for seen in zip(*(index.tensor_split(3) for index in batches)):
+        assert sorted(torch.cat(seen).tolist()) == list(range(60))
 
 
 def shrunk(training: Training, steps: int) -> float:

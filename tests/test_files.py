@@ -422,7 +422,8 @@ def runs(tmp_path_factory):
     digits = load("digits")
     S = generate(digits.truth[:60], 10, 0.2, 0.2).mask.numpy()
     arrays = {"images": digits.x[:60, 0].numpy(), "features": digits.x[:60].flatten(1).double().numpy()}
-    looks = {"images": ["--set", "flip_test=true", "--set", "move_test=1"], "features": []}
+    several = ["--set", "flip_test=true", "--set", "move_test=1", "--set", "members=2"]
+    looks = {"images": several, "features": []}
     for name, x in arrays.items():
         np.savez(place / f"{name}.npz", x=x, candidates=S, classes=[f"digit {c}" for c in range(10)])
         assert call("train", "--npz", place / f"{name}.npz", *TINY, *looks[name], "--out", place / name).code == 0

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from urrl.errors import UserError
-from urrl.nets import build_network
+from urrl.nets import Members, build_network
 from urrl.nets.lean import convolution
 
 IMAGES = [(3, 32, 32), (1, 28, 28), (1, 8, 8)]
@@ -119,3 +119,38 @@ def test_the_lean_net_is_narrow_where_the_image_is_whole():
     net = build_network("lean", (1, 28, 28), 10, 16, 64, "linear")
     convolutions = [layer.out_channels for layer in net.modules() if isinstance(layer, torch.nn.Conv2d)]
     assert convolutions == [16, 16, 16, 64, 64, 128, 128] and net.backbone.out_features == 128
+
+
+def test_members_predict_by_their_mean_and_learn_apart():
+    torch.manual_seed(0)
+    net = build_network("fast", (1, 8, 8), n_classes=7, width=4, embed_dim=6, head="linear", members=3)
+    one = build_network("fast", (1, 8, 8), n_classes=7, width=4, embed_dim=6, head="linear")
+    x = torch.randn(12, 1, 8, 8)
+    assert isinstance(net, Members) and net.embed_dim == 18
+    assert len({next(member.parameters()).sum().item() for member in net.networks}) == 3  # each begins by itself
+    assert sum(p.numel() for p in net.parameters()) == 3 * sum(p.numel() for p in one.parameters())
+
+    out, alone = net.eval()(x), [member(x) for member in net.networks]
+    torch.testing.assert_close(out.logits.softmax(1), sum(o.logits.softmax(1) for o in alone) / 3)
+    torch.testing.assert_close(out.q.norm(dim=1), torch.ones(12))
+    torch.testing.assert_close(out.q @ out.q.T, sum(o.q @ o.q.T for o in alone) / 3)
+
+    out = net.train()(x)
+    for place, (member, rows) in enumerate(zip(net.networks, x.split(4))):
+        alone_out = member(rows)
+        torch.testing.assert_close(out.logits[4 * place :][:4], alone_out.logits)
+        own = torch.zeros(4, 18)
+        own[:, 6 * place :][:, :6] = alone_out.q
+        torch.testing.assert_close(out.q[4 * place :][:4], own * 3**0.5)
+    views = net(torch.cat([x, x]), 2)  # both views of an item go to one member
+    for place, (member, rows) in enumerate(zip(net.networks, x.split(4))):
+        both = member(torch.cat([rows, rows]))
+        for start in (0, 12):
+            torch.testing.assert_close(views.logits[start + 4 * place :][:4], both.logits[:4])
+    net.zero_grad()
+    net(x).logits[:4].sum().backward()
+    assert [any(p.grad is not None and p.grad.any() for p in m.parameters()) for m in net.networks] == [
+        True,
+        False,
+        False,
+    ]

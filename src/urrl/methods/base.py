@@ -109,7 +109,7 @@ class Method(nn.Module):
     def forward_views(self, batch: Batch, net: Network | None = None) -> dict[str, Out]:
         """One forward for all views, by another network than the method's own if need be. Of several processes each
         sends its share through and gets the outputs of the whole batch."""
-        out = (net or self.net)(torch.cat(list(batch.views.values())))
+        out = (net or self.net)(torch.cat(list(batch.views.values())), len(batch.views))
         parts = [part for t in out for part in t.tensor_split(len(batch.views))]  # logits of every view, q of every ...
         parts = distributed.gather(parts, len(batch.index))
         return {view: Out(*parts[i :: len(batch.views)]) for i, view in enumerate(batch.views)}

@@ -1,3 +1,3 @@
-from urrl.nets.network import NETS, Network, Out, build_network
+from urrl.nets.network import NETS, Members, Network, Out, build_network
 
-__all__ = ["NETS", "Network", "Out", "build_network"]
+__all__ = ["NETS", "Members", "Network", "Out", "build_network"]

@@ -39,7 +39,8 @@ class Network(nn.Module):
         else:
             raise UserError(f"head {head!r} is unknown; there are: linear, mlp")
 
-    def forward(self, x: Tensor) -> Out:
+    def forward(self, x: Tensor, views: int = 1) -> Out:
+        """x: of several views all rows of the first, then of the second, ..., which `Members` must know."""
         feature = self.backbone(x)  # (B, width)
         # NOTE: the paper writes f(q); the works it builds on put f on the backbone's feature, and so do we.
         return Out(self.classifier(feature), F.normalize(self.embed(feature).float(), dim=1), feature)
@@ -51,25 +52,32 @@ class Network(nn.Module):
 
 
 class Members(Network):
-    """Several networks as one. They begin and learn apart: in training each has its own part of a batch's rows. A
-    prediction is the mean of theirs, and the embedding all of theirs, side by side."""
+    """Several networks as one. They begin and learn apart: in training each has its own part of a batch's items. A
+    prediction is the mean of theirs, embedding and feature all of theirs, side by side; in training the feature is
+    that of a row's member alone."""
 
     def __init__(self, networks: list[Network]):
         nn.Module.__init__(self)
         self.networks = nn.ModuleList(networks)
         self.embed_dim = sum(net.embed_dim for net in networks)
 
-    def forward(self, x: Tensor) -> Out:
-        m = len(self.networks)
+    def forward(self, x: Tensor, views: int = 1) -> Out:
+        m, d = len(self.networks), self.embed_dim // len(self.networks)
         if not self.training:
             outs = [net(x) for net in self.networks]
             f = torch.stack([out.logits.float().softmax(1) for out in outs]).mean(0)
             q, feature = (torch.cat([out[i] for out in outs], 1) for i in (1, 2))
             return Out(f.clamp_min(1e-30).log(), q / math.sqrt(m), feature)
-        outs = [net(rows) for net, rows in zip(self.networks, x.tensor_split(m))]
+        # All views of an item go to one member.
+        parts = zip(*(view.tensor_split(m) for view in x.tensor_split(views)))
+        outs = [net(torch.cat(own)) for net, own in zip(self.networks, parts)]
+
+        def in_order(own: list[Tensor]) -> Tensor:
+            return torch.cat([rows for view in zip(*(t.tensor_split(views) for t in own)) for rows in view])
+
         # A row has one member's q in its place, so long that in the mean over the members it is the whole q.
-        q, feature = (torch.block_diag(*(out[i] for out in outs)) for i in (1, 2))
-        return Out(torch.cat([out.logits for out in outs]), math.sqrt(m) * q, feature)
+        wide = [math.sqrt(m) * F.pad(out.q, (d * i, d * (m - 1 - i))) for i, out in enumerate(outs)]
+        return Out(in_order([out.logits for out in outs]), in_order(wide), in_order([out.feature for out in outs]))
 
     def begin(self, x: Tensor) -> None:
         for net in self.networks:
