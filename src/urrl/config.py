@@ -160,7 +160,7 @@ def _fast(dataset: str, method: str) -> dict[str, Any]:
         values |= dict(start="vote", vote="sets", one_view="weak", learn="sets", voting=0.25, alpha=0.0, w_m=1.0)
     if dataset == "fmnist":
         values |= dict(pad=2, lr=0.2, weight_decay=-1.0)
-        if method not in _ON_PICO:  # contrasts embeddings, which the members do not share
+        if method not in _ON_PICO:
             values |= dict(members=2)
     if dataset in ("cifar10", "cifar100", "cifar10n"):
         values |= dict(width=24, weight_decay=-1.0, norm_lr=16.0)
@@ -215,6 +215,9 @@ def resolve(dataset: str, method: str, recipe: str, method_config: type, setting
             known = ", ".join(sorted(own) + sorted(training))
             raise UserError(f"--set {name}: no such option for method {method!r}; there are: {known}")
     values = RECIPES[recipe](dataset, method) | (base or {}) | settings
+    if method in _ON_PICO and values.get("members", 1) != 1:
+        raise UserError(f"option members above 1 does not go with {method}, which contrasts embeddings of all items: "
+                        "members do not share them")  # fmt: skip
     return Run(
         dataset=dataset, method=method, recipe=recipe, **cell,
         training=build(Training, {k: v for k, v in values.items() if k in training}),
