@@ -151,7 +151,7 @@ FORMS: dict[str, dict[str, object]] = {
     **{name: {} for name in METHODS},
     "urrl": CORRECTING,
     "urrl, paper form": {**CORRECTING, **PAPER_FORM},
-    "urrl, visiting": {**CORRECTING, "learn": "sets", "alpha": 0.0, "visit": 0.5},
+    "urrl, unmixed": {**CORRECTING, "learn": "sets", "alpha": 0.0},
     "pico_plus": {"select": 0.1, "knn": 0.1},
     "alim": {"start": 0.1},
     "irnet": {"start": 0.1},

@@ -100,7 +100,6 @@ FORMS: list[tuple[str, dict]] = [
     ("urrl", dict(phi=0.2, k=15, **PAPER_FORM)),
     ("urrl", dict(phi=0.2, k=15, **FAST_FORM)),
     ("urrl", dict(phi=0.2, k=15, learn="sets", **FAST_FORM)),
-    ("urrl", dict(phi=0.2, k=15, learn="sets", alpha=0.0, visit=0.5, **FAST_FORM)),
     ("irnet", dict(start=0.0, threshold=0.0)),
     *((name, {}) for name in METHODS if name not in ("urrl", "irnet")),
 ]

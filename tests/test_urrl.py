@@ -15,7 +15,7 @@ from urrl.functional import complement_nll, kl_to, log_one_minus_softmax, renorm
 from urrl.likelihood import log_given
 from urrl.methods import Batch
 from urrl.methods.base import Step
-from urrl.methods.urrl import FLOOR, URRL, URRLConfig, chances, class_thresholds, corrections, prototypes
+from urrl.methods.urrl import URRL, URRLConfig, class_thresholds, corrections, prototypes
 from urrl.nets import Out
 from urrl.warmstart import ballot, principal_components
 
@@ -260,83 +260,6 @@ def test_learning_from_sets_is_the_likelihood_of_all_that_they_say():
     assert step.terms["cr"].item() == pytest.approx(slow(out.logits), rel=1e-4)
     assert step.terms["m"].item() == pytest.approx(slow(out.q @ method.z.T / 0.3), rel=1e-4)
     assert step.total.item() == pytest.approx(3 * step.terms["m"].item() + 0.5 * step.terms["cr"].item(), rel=1e-5)
-
-
-@pytest.mark.parametrize("m", [1, 10, 30, 40])
-def test_chances_go_with_worth_but_none_is_above_one(m):
-    worth = torch.rand(40, generator=torch.Generator().manual_seed(0)) ** 4 + 0.01
-    p = chances(worth, m)
-    assert p.sum().item() == pytest.approx(m, rel=1e-5) and p.max() <= 1
-    below = p < 1
-    ratio = (p / worth)[below]
-    if below.any():
-        torch.testing.assert_close(ratio, ratio[:1].expand(len(ratio)))
-        assert (worth[~below] * ratio[0] >= 1 - 1e-5).all()  # the others would have had more than one
-    assert below.any() == (m < 40)
-
-
-VISITING: dict[str, Any] = dict(one_view="weak", vote="sets", learn="sets", alpha=0.0)
-
-
-def test_visits_happen_by_their_chances_and_count_the_inverse():
-    S = random_sets(40, 4, torch.Generator().manual_seed(0))
-    method = blob_method(URRL, S, URRLConfig(visit=0.3, w_m=3.0, w_cr=0.5, **VISITING)).eval()
-    every = blob_method(URRL, S, URRLConfig(w_m=3.0, w_cr=0.5, **VISITING)).eval()
-    rng = torch.Generator().manual_seed(1)
-    q = unit_rows(40, method.net.embed_dim, rng)
-    out = Out(4 * torch.randn(40, 4, generator=rng), q, q)
-    for one in (method, every):
-        one.total_epochs = 8
-        one.begin_epoch(1, lambda: out)
-    every.net.load_state_dict(method.net.state_dict())
-    assert (method.visited, every.visited) == (12, 40)
-    assert sorted(every.choose(rng).tolist()) == list(range(40))
-    assert (
-        method.choose(rng).bincount(minlength=40) <= 1
-    ).all() and method.chance.unique().numel() == 1  # not yet seen
-
-    x = torch.randn(40, *method.shape)
-    logits = every.net(x).logits.detach()
-    method.loss(Batch(torch.arange(40), {"weak": x}))
-    evidence = every.evidence_of(torch.arange(40))
-    for i in range(40):  # what a visit teaches: the step from f to f's posterior
-        f = np.array(reference.softmax(logits[i].tolist()))
-        posterior = f * evidence[i].numpy() / (f * evidence[i].numpy()).sum()
-        assert method.taught[i].item() == pytest.approx(
-            float(np.sqrt(((f - posterior) ** 2).sum())), rel=1e-3, abs=1e-6
-        )
-
-    taught, draws = method.taught.clone(), 1500
-    seen, totals = torch.zeros(40), []
-    for _ in range(draws):
-        rows = method.choose(rng)
-        assert len(rows) in (11, 12, 13) and rows.unique().numel() == len(rows)
-        seen[rows] += 1
-        with torch.no_grad():
-            totals.append(method.loss(Batch(rows, {"weak": x[rows]})).total * len(rows) / 12)
-        method.taught.copy_(taught)
-    torch.testing.assert_close(method.chance, chances(taught + FLOOR, 12))
-    assert method.chance.max() > 2 * method.chance.min()  # else the test says nothing
-    deviation = (method.chance * (1 - method.chance) / draws).sqrt()
-    assert ((seen / draws - method.chance).abs() <= 4.5 * deviation + 1e-3).all()
-    whole = every.loss(Batch(torch.arange(40), {"weak": x})).total.item()
-    error = torch.stack(totals).std().item() / math.sqrt(draws)
-    assert torch.stack(totals).mean().item() == pytest.approx(whole, abs=4.5 * error)
-
-
-def test_a_run_that_visits_a_part_goes_on_with_what_it_was_taught():
-    S = random_sets(40, 4, torch.Generator().manual_seed(0))
-    one, other = (blob_method(URRL, S, URRLConfig(visit=0.5, **VISITING)) for _ in range(2))
-    one.taught.uniform_(generator=torch.Generator().manual_seed(2))
-    other.load_state_dict(one.state_dict())
-    rows = [method.choose(torch.Generator().manual_seed(3)) for method in (one, other)]
-    assert torch.equal(*rows) and torch.equal(one.chance, other.chance)
-
-
-@pytest.mark.parametrize("options", [dict(one_view="", alpha=0.0), dict(learn="labels"), dict(alpha=1.0)])
-def test_visits_of_a_part_are_for_what_learns_from_sets_unmixed(options):
-    with pytest.raises(UserError, match="visit below 1 takes one_view, learn=sets and alpha=0"):
-        URRLConfig(visit=0.5, **(VISITING | options))
 
 
 @pytest.mark.parametrize(

@@ -233,7 +233,8 @@ def train(run: Run, dataset: Dataset, splits: Splits, sets: CandidateSets, folde
     shape = tuple(splits.train.x.shape[1:])
     method = build_method(run, splits.train.x, policy, given, device)
     net = method.net
-    smallest = method.visited // count_batches(method.visited, t.batch_size)
+    n = len(splits.train.x)
+    smallest = n // count_batches(n, t.batch_size)
     if (world := distributed.world()) > 1 and smallest < 2 * world and not t.sync_bn:
         raise UserError(f"{smallest} items a batch leave some of {world} processes fewer than 2, too few for batch "
                         f"normalisation: --set sync_bn=true normalises over all processes")  # fmt: skip
@@ -278,10 +279,10 @@ def train(run: Run, dataset: Dataset, splits: Splits, sets: CandidateSets, folde
             "processes": distributed.world(),
             "seconds": round(state.seconds, 3),
             "train_flops": state.flops,
-            "samples_per_second": round(method.visited * t.members * state.epoch / state.seconds, 1),
+            "samples_per_second": round(n * t.members * state.epoch / state.seconds, 1),
             **label_report(method, given.mask, splits.train.y),
             "mean_set_size": sets.mean_size,
-            "n_train": len(splits.train.x),
+            "n_train": n,
             "n_test": len(splits.test.x),
             "parameters": sum(p.numel() for p in net.parameters()),
             "sets_sha256": sets.sha256,

@@ -63,7 +63,7 @@ def fit(method: Method, x: Items, policy: AnyPolicy, training: Training, seed: i
     x = x.to(next(net.parameters()).device)
     average = copy.deepcopy(net) if training.ema else None
     judged = average or net  # what is evaluated, and what sees all items between epochs
-    steps = count_batches(method.visited, training.batch_size)  # an epoch, each with a batch for every member
+    steps = count_batches(len(x), training.batch_size)  # an epoch, each with a batch for every member
     groups = _parameter_groups(net, training, weight_decay(training, training.epochs * steps))
     optimiser = torch.optim.SGD(groups, training.lr, training.momentum, nesterov=training.nesterov)
     counting = functools.partial(counted, training.compile, folder is not None)
@@ -113,9 +113,9 @@ def fit(method: Method, x: Items, policy: AnyPolicy, training: Training, seed: i
 
         sums: dict[str, Tensor] = {}
         rng = generator(seed, "views", epoch)
-        orders = [method.choose(rng).tensor_split(steps) for _ in range(training.members)]
+        orders = [torch.randperm(len(x), generator=rng).tensor_split(steps) for _ in range(training.members)]
         indices = [torch.cat(parts) for parts in zip(*orders)]  # of a step: each member's rows, one after the other
-        visits = sum(map(len, indices))
+        rows = training.members * len(x)
         for number, batch in enumerate(batches(x, indices, policy, method.views, rng)):
             interrupt.check()
             rate = learning_rate(epoch * steps + number, training.epochs * steps, training)
@@ -134,7 +134,7 @@ def fit(method: Method, x: Items, policy: AnyPolicy, training: Training, seed: i
                     _average(average, net, training.ema, epoch * steps + number)
                 method.refine(batch, step)
             if number == 0:
-                state.flops += round(_operations(counter) * visits / len(batch.index))
+                state.flops += round(_operations(counter) * rows / len(batch.index))
             for name, term in {"loss": step.total, **step.terms}.items():
                 sums[name] = sums.get(name, 0) + term.detach() * len(batch.index)
             if (number % 20 == 0 or number == steps - 1) and not math.isfinite(loss := float(sums["loss"])):
@@ -161,7 +161,7 @@ def fit(method: Method, x: Items, policy: AnyPolicy, training: Training, seed: i
         state.seconds += ended - began
         record = {
             "epoch": epoch,
-            **{name: float(total) / visits for name, total in sums.items()},
+            **{name: float(total) / rows for name, total in sums.items()},
             **figures,
             **exam,
             "lr": rate,

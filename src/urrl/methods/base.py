@@ -87,15 +87,6 @@ class Method(nn.Module):
         index order: for all of them, where it is alone. Returns figures for the epoch's record."""
         return {}
 
-    @property
-    def visited(self) -> int:
-        """How many items an epoch visits: about so many, where they are chosen by chance."""
-        return len(self.S)
-
-    def choose(self, rng: torch.Generator) -> Tensor:
-        """The rows that an epoch visits, in a random order."""
-        return torch.randperm(len(self.S), generator=rng)
-
     def loss(self, batch: Batch) -> Step:
         raise NotImplementedError
 

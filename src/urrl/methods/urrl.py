@@ -21,7 +21,7 @@ from torch import Tensor
 from urrl.candidates import CandidateSets
 from urrl.config import option
 from urrl.data.stream import Items
-from urrl.distributed import everyone, gather, partners, share, summed
+from urrl.distributed import everyone, partners, share, summed
 from urrl.errors import UserError
 from urrl.functional import complement_nll, draw_lambda, kl_to, renormalise_on, soft_cross_entropy
 from urrl.knn import cosine_topk
@@ -31,8 +31,6 @@ from urrl.methods.base import Batch, Method, Step
 from urrl.nets import Network, Out
 from urrl.theory import em_figures
 from urrl.warmstart import Vote, ballot, principal_components, raw_features
-
-FLOOR = 0.05  # of what a visit is taken to teach: another view may say otherwise
 
 
 @dataclass(frozen=True)
@@ -58,8 +56,6 @@ class URRLConfig:
     voting: float = option(1.0, "vote=sets: the share of the epochs that begin with a vote", 0, 1)
     learn: str = option("labels", "one_view learns l, or from the likelihood of the sets, own and neighbours'",
                         choices=("labels", "sets"))  # fmt: skip
-    visit: float = option(1.0, "learn=sets: share of the items that an epoch visits, those oftener that teach more",
-                          0.01, 1)  # fmt: skip
     one_view: str = option("", "L_m and L_CR on this one view, mixed, without L_Sup; empty: the paper's three views",
                            choices=("", "weak", "strong"))  # fmt: skip
 
@@ -68,8 +64,6 @@ class URRLConfig:
             raise UserError("option one_view learns from L_m and L_CR: one of use_m and use_cr must be on")
         if self.one_view and self.vote == "labels":
             raise UserError("option one_view takes vote=sets: vote=labels makes l from two views of a step")
-        if self.visit < 1 and not (self.one_view and self.learn == "sets" and not self.alpha):
-            raise UserError("option visit below 1 takes one_view, learn=sets and alpha=0 (or --set visit=1)")
 
 
 class URRL(Method):
@@ -81,8 +75,6 @@ class URRL(Method):
     z: Tensor
     ramp: Tensor
     mu: Tensor
-    taught: Tensor
-    chance: Tensor
 
     def __init__(self, net: Network, sets: CandidateSets, config: URRLConfig):
         super().__init__(net, sets, config)
@@ -98,25 +90,6 @@ class URRL(Method):
                 self.register_buffer("evidence", self.l.clone())
             else:
                 self.evidence = self.kept.with_evidence()
-        if config.visit < 1:
-            self.register_buffer("taught", torch.ones(len(self.S)))  # by an item's last visit; nobody was visited yet
-            self.register_buffer("chance", torch.ones(len(self.S)), persistent=False)  # of a visit in this epoch
-
-    @property
-    def visited(self) -> int:
-        return max(2, round(self.config.visit * len(self.S)))
-
-    def choose(self, rng: torch.Generator) -> Tensor:
-        """visit: half of the items of an easy set teach nothing any more after an epoch, since the network knows them
-        and their sets agree. A visit's worth is how far the set moves the network's opinion; chances go with it, and
-        what is learned at a visit counts 1 / chance, so the loss stays that of all items in the mean."""
-        order = super().choose(rng)
-        if self.config.visit == 1:
-            return order
-        self.chance.copy_(chances(self.taught + FLOOR, self.visited))
-        # As many as they should be: along the sum of the chances, a visit at each whole number.
-        reached = (self.chance.cpu()[order].double().cumsum(0) + torch.rand((), generator=rng)).floor()
-        return order[reached.diff(prepend=reached.new_zeros(1)) > 0]
 
     @torch.no_grad()
     def prepare(self, x: Items) -> None:
@@ -233,14 +206,12 @@ class URRL(Method):
         c = self.config
         n, own = len(batch.index), share(len(batch.index))  # no row needs another's outputs: each process has its own
         x, rows = batch.views[c.one_view], batch.index[own]
-        parts = [(torch.ones(()) if c.visit == 1 else c.visit / self.chance[rows], rows)]
+        parts = [(torch.ones(()), rows)]
         if c.alpha:
             lam, partner = self._mixing(batch.index)
             x = lam * x + (1 - lam) * partners(x, partner)
             parts = [(lam, rows), (1 - lam, batch.index[partner[own]])]
         out = self.net(x)
-        if c.visit < 1:
-            (self.taught[batch.index],) = gather([self._lesson(out.logits.detach(), rows)], n)
         terms = {}
         if c.use_m:
             terms["m"] = self._misfit(out.q @ self.z.T / c.tau, parts, soft_cross_entropy).sum() / n
@@ -260,11 +231,6 @@ class URRL(Method):
         misfits = [weight * evidence_nll(logits, self.evidence_of(rows).log()) for weight, rows in parts]
         return torch.stack(misfits).sum(0)
 
-    def _lesson(self, logits: Tensor, rows: Tensor) -> Tensor:
-        """(b,): how far what the sets say moves the network's opinion of these rows."""
-        f = logits.float().log_softmax(1)
-        return (f.exp() - (f + self.evidence_of(rows).log()).softmax(1)).norm(dim=1)
-
     def _mixing(self, index: Tensor) -> tuple[Tensor, Tensor]:
         """(lambda, partners) for a batch."""
         alpha = self.config.alpha
@@ -274,17 +240,6 @@ class URRL(Method):
     def refine(self, batch: Batch, step: Step) -> None:
         if self.config.vote == "labels":  # where the sets vote, l waits for the next vote
             super().refine(batch, step)
-
-
-def chances(worth: Tensor, m: int) -> Tensor:
-    """(n,) in proportion to worth, which is above 0, but at most 1 each, m in all."""
-    certain = torch.zeros_like(worth, dtype=torch.bool)
-    while True:
-        scale = (m - int(certain.sum())) / worth[~certain].sum()
-        over = ~certain & (worth * scale > 1)
-        if not over.any():
-            return torch.where(certain, 1.0, worth * scale)
-        certain |= over
 
 
 # Of several processes each has its share of f and q, and all of S and l.
