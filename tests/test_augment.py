@@ -328,13 +328,6 @@ def test_strong_is_crop_then_cutout_then_the_two_operations() -> None:
     assert exact > 40
 
 
-def test_weak_with_a_square_cut_out_is_strong_without_operations() -> None:
-    x, policy = images(64), replace(RAW, flip=True, pad=4)
-    cut = weak(x, replace(policy, weak_cutout=8), seeded(5))
-    assert torch.equal(cut, strong(x, replace(policy, cutout=8), seeded(5)))
-    assert not torch.equal(cut, weak(x, policy, seeded(5)))
-
-
 def test_mistakes_are_named() -> None:
     x = images()
     with pytest.raises(ValueError, match="unknown view 'medium'"):

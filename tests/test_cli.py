@@ -183,7 +183,6 @@ BAD = {
     "rates are numbers": ("--eta x", "--eta"),
     "no epochs": ("--epochs 0", "epochs must be between"),
     "moved out of the image": ("--set pad=8", "pad=8 takes images of more than 8 pixels"),
-    "all of the image cut out": ("--set cut=8", "cut=8 takes images of more than 8 pixels"),
     "members that share no embedding": ("--method pico --set members=2", "members above 1 does not go with pico"),
     "no members": ("--set members=0", "members must be between"),
     "infinite lr": ("--set lr=Infinity", "lr takes a finite number"),

@@ -123,16 +123,6 @@ def test_bf16_is_for_the_steps_alone(plain, tmp_path, monkeypatch):
     assert result["test_accuracy"] == pytest.approx(plain["test_accuracy"], abs=0.1)
 
 
-def test_cut_takes_a_square_out_of_weak_views(tmp_path):
-    """A square of 7 pixels leaves so little of a digit that a first epoch's loss shows it."""
-    losses = []
-    for cut in (0, 7):
-        folder = tmp_path / str(cut)
-        assert call(*TINY, "--set", "ema=0", "--set", f"cut={cut}", "--out", folder).code == 0
-        losses.append(train.read_history(folder, print)[0]["loss"])
-    assert losses[0] != losses[1]
-
-
 def test_a_member_learns_as_if_it_were_alone(tmp_path, monkeypatch):
     """One step on images as they are: the first of three members ends where a single network does. And in an epoch of
     several steps each member sees each item once."""

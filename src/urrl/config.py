@@ -42,7 +42,6 @@ class Training:
     norm_lr: float = option(1.0, "learning rate of the biases of normalisation layers, as a multiple of lr", 0)
     ema: float = option(0.0, "decay of the averaged weights that are evaluated; 0 = none", 0, 1)
     pad: int = option(-1, "views are moved by up to so many pixels; -1 = as the paper does with these images", -1, 64)
-    cut: int = option(0, "side in pixels of a square that weak views lose too; 0 = none", 0, 4096)
     flip_test: bool = option(False, "test and predict with the mean over the image and its mirror image")
     move_test: int = option(0, "and over images moved by so many pixels, up-left and down-right", 0, 4)
     bf16: bool = option(

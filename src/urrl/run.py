@@ -190,7 +190,7 @@ def build_method(run: Run, x: Items, policy: AnyPolicy, given: CandidateSets, de
     side = min(shape[1:], default=0)  # 0: of features
     if t.flip_test and not side:
         raise UserError("option flip_test=true takes images")
-    for name, pixels in (("pad", t.pad), ("cut", t.cut or -1), ("move_test", t.move_test or -1)):
+    for name, pixels in (("pad", t.pad), ("move_test", t.move_test or -1)):
         if pixels >= 0 and pixels >= side:
             raise UserError(f"option {name}={pixels} takes images of more than {pixels} pixels a side")
     torch.manual_seed(derive_seed(run.seed, "weights"))
@@ -213,9 +213,8 @@ def learn(method: Method, splits: Splits, given: CandidateSets, policy: AnyPolic
         return {**validation(judged, splits.val, policy), **label_report(method, given.mask, splits.train.y)}
 
     moving = policy
-    if isinstance(policy, Policy):
-        pad = policy.pad if training.pad < 0 else training.pad
-        moving = dataclasses.replace(policy, pad=pad, weak_cutout=training.cut)
+    if training.pad >= 0 and isinstance(policy, Policy):
+        moving = dataclasses.replace(policy, pad=training.pad)
     with show:
         state = fit(method, splits.train.x, moving, training, seed, examine, folder, resume, show)
     method.net.load_state_dict(state.best_weights)

@@ -1,6 +1,6 @@
 """Weak and strong views of a whole batch at once; every random draw is per sample.
 
-    weak    flip, crop after reflect padding (cutout where asked for)
+    weak    flip, crop after reflect padding
     strong  flip, crop, cutout, AutoAugment (CIFAR only)
 
 uint8 (B, C, H, W) in, normalised float32 of the same shape in channels_last memory out. In between
@@ -38,7 +38,6 @@ class Policy:
     autoaugment: bool  # the published CIFAR-10 policy, in strong views
     mean: tuple[float, ...]  # per channel, of pixels in 0..1
     std: tuple[float, ...]
-    weak_cutout: int = 0  # the same of a weak view
 
 
 @dataclass(frozen=True)
@@ -97,10 +96,7 @@ def weak(x: Tensor, policy: AnyPolicy, generator: Generator, rows: Rows | None =
     rows = rows or Rows(slice(None), len(x))
     if isinstance(policy, Features):
         return _perturb(x, policy, 1, generator, rows)
-    x = _flip_crop(x, policy, generator, rows)
-    if policy.weak_cutout:
-        x = _cutout(x, policy.weak_cutout, generator, rows)
-    return _to_float(x, policy)
+    return _to_float(_flip_crop(x, policy, generator, rows), policy)
 
 
 def strong(x: Tensor, policy: AnyPolicy, generator: Generator, rows: Rows | None = None) -> Tensor:
