@@ -20,7 +20,7 @@ from urrl.seeding import generator
 from urrl.warmstart import ballot, raw_features
 
 MU = torch.linspace(0.001, 0.95, 96)[:, None]
-TEMPERATURES = (0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0)
+TEMPERATURES = tuple(0.35 * 1.085**i for i in range(31))  # up to 4; close together: mu follows the choice
 RESAMPLES = 500
 ROWS = 5000  # at most, evenly spaced
 
