@@ -40,6 +40,15 @@ def test_predictions_that_are_too_sure_are_tempered():
     assert estimate_noise(sure, S).mu.value == pytest.approx(0.3, abs=0.06)
 
 
+@pytest.mark.parametrize("power", [1.1, 1.15, 1.2, 1.25])
+def test_predictions_that_are_a_little_too_sure_do_not_move_mu(power):
+    """Too sure and mu are hard to tell apart: with few temperatures to choose from, mu makes up for the difference."""
+    y = torch.arange(4000) % 10
+    S = generate(y, 10, 0.1, 0.1, seed=1).mask
+    sure = (predictions(y, 10).log() * power).softmax(1)
+    assert estimate_noise(sure, S).mu.value == pytest.approx(0.1, abs=0.02)
+
+
 def test_unlabelled_rows_do_not_count():
     y = torch.arange(2000) % 10
     S = generate(y, 10, 0.3, 0.3, seed=1).mask
