@@ -19,6 +19,7 @@ from urrl.labels import Rows, weighted_rows
 from urrl.likelihood import estimate_mu, set_gain, set_log_likelihood_of
 
 SHARPNESS = (0.05, 0.1, 0.2, 0.4, 0.7, 1.0)
+FINELY = tuple(0.03 * 1.085**i for i in range(44))  # up to 1
 GRID = (0.1, 0.2, 0.35, 0.5, 0.65)  # of mu
 PIXELS = 100_000  # filtered at once: 51 MB of responses by 128 filters
 
@@ -118,6 +119,14 @@ def ballot(features: Tensor, S: Tensor | Rows, k: int = 200, mu: float | None = 
                 likelihoods.append(set_log_likelihood_of(F.softmax(sharp * score, 1), own, rate))
     _, (part, rate, sharp) = max(zip(mean(torch.stack(likelihoods)).tolist(), grid))
     vote = Vote(near[:, :part], S, set_gain(S, rate), sharp, rate)
+    # A vote that is too sure or not sure enough looks like another mu, so both are chosen together once more, finely.
+    for _ in range(2 if mu is None else 1):  # the gains follow mu
+        score = vote.score(some)
+        votes = [F.softmax(sharp * score, 1) for sharp in FINELY]
+        rates = [estimate_mu(f, own, mean) if mu is None else mu for f in votes]
+        likelihoods = [set_log_likelihood_of(f, own, rate) for f, rate in zip(votes, rates)]
+        best = int(mean(torch.stack(likelihoods)).argmax())
+        vote = Vote(vote.near, S, set_gain(S, rates[best]), FINELY[best], rates[best])
     if mu is None:
         many = every(max(1, n // 100_000), len(rows)).to(S.device)
         vote = vote._replace(mu=estimate_mu(vote.on(many), S[rows[many]], mean))
