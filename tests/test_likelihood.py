@@ -75,6 +75,17 @@ def test_neighbours_know_most_labels_before_any_training():
     assert mu == pytest.approx(0.4, abs=0.1)
 
 
+@pytest.mark.parametrize(("eta", "mu"), [(0.1, 0.1), (0.3, 0.1), (0.3, 0.3), (0.5, 0.3), (0.5, 0.5)])
+def test_neighbours_of_other_classes_do_not_pass_for_wrong_sets(eta, mu):
+    """Clusters that overlap, so that neighbours are right for seven items in ten: how sure they may be and mu are hard
+    to tell apart, and a coarse choice of the one would be off in the other."""
+    rng = torch.Generator().manual_seed(1)
+    y = torch.arange(4000) % 10
+    centres = F.normalize(torch.randn(10, 8, generator=rng), dim=1)
+    x = F.normalize(centres[y] + 0.4 * torch.randn(4000, 8, generator=rng), dim=1)
+    assert ballot(x, generate(y, 10, eta, mu, seed=1).mask).mu == pytest.approx(mu, abs=0.028)
+
+
 def test_an_items_own_set_has_no_vote_on_itself():
     x, y = blobs(300)
     S = generate(y, 5, 0.4, 0.4).mask

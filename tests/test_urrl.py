@@ -299,8 +299,8 @@ def test_all_items_are_looked_at_only_where_something_learned_depends_on_it(lear
 
 
 def test_labels_follow_the_sets_votes():
-    """l is network x vote x likelihood of the item's own set, renormalised on S; sure labels enter S; the sets that
-    vote are those that were given, not the corrected ones."""
+    """l is network x vote (1e-8 at least) x likelihood of the item's own set, renormalised on S; sure labels enter S;
+    the sets that vote are those that were given, not the corrected ones."""
     S = generate(torch.arange(300) % 3, 3, 0.3, 0.3, seed=2).mask
     method = blob_method(URRL, S, URRLConfig(vote="sets", phi=0.6, k=20))
     q = unit_rows(3, method.net.embed_dim, torch.Generator().manual_seed(1)).repeat(100, 1)  # three tight clusters
@@ -312,7 +312,7 @@ def test_labels_follow_the_sets_votes():
     vote, mu = held.on(torch.arange(300)), held.mu
     assert method.mu.item() == pytest.approx(mu)
     posterior = [
-        [math.sqrt(vote[i, c].item() / 3) * math.exp(log_given(S, mu)[i, c].item()) for c in range(3)]
+        [math.sqrt(max(1e-8, vote[i, c].item()) / 3) * math.exp(log_given(S, mu)[i, c].item()) for c in range(3)]
         for i in range(300)
     ]
     for i, row in enumerate(posterior):
