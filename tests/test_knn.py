@@ -32,6 +32,14 @@ def test_duplicates_keep_self_out_and_each_other_in():
     assert found[0] == {1, 2} and found[1] == {0, 2} and found[2] == {0, 1}
 
 
+def test_no_row_asked_has_no_neighbours():
+    """As in an epoch in which no set can change; few vectors and many take different ways."""
+    for n in (20, 4 * knn.GROUP * 3):
+        q = unit_rows(n, 8, torch.Generator().manual_seed(0))
+        (found,) = knn.cosine_topk(q, 3, torch.empty(0, dtype=torch.long))
+        assert [tuple(t.shape) for t in found] == [(0,), (0, 3), (0, 3)]
+
+
 def test_only_the_asked_rows():
     q = unit_rows(30, 4, torch.Generator().manual_seed(0))
     asked = torch.tensor([7, 3, 29])

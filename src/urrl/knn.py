@@ -99,6 +99,6 @@ def _topk(s: Tensor, k: int) -> tuple[Tensor, Tensor]:
     best = (
         s.view(b, GROUP, groups).amax(1).topk(k, dim=1, sorted=False).indices
     )  # (b, k): group g has g, g + groups ...
-    columns = (best[:, None] + torch.arange(0, m, groups, device=s.device)[:, None]).view(b, -1)  # (b, GROUP k)
+    columns = (best[:, None] + torch.arange(0, m, groups, device=s.device)[:, None]).view(b, GROUP * k)
     values, place = s.gather(1, columns).topk(k, dim=1, sorted=False)
     return values, columns.gather(1, place)
