@@ -18,8 +18,8 @@ from urrl.knn import cosine_topk
 from urrl.labels import Rows, weighted_rows
 from urrl.likelihood import estimate_mu, set_gain, set_log_likelihood_of
 
-SHARPNESS = (0.05, 0.1, 0.2, 0.4, 0.7, 1.0)
-FINELY = tuple(0.03 * 1.085**i for i in range(44))  # up to 1
+SHARPNESS = (0.05, 0.1, 0.2, 0.4, 0.7, 1.0)  # of the vote
+FINELY = tuple(0.03 * 1.085**i for i in range(44))  # the same, up to 1
 GRID = (0.1, 0.2, 0.35, 0.5, 0.65)  # of mu
 PIXELS = 100_000  # filtered at once: 51 MB of responses by 128 filters
 
