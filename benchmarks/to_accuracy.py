@@ -28,8 +28,8 @@ def main() -> None:
         records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         name = f"{config['method']}, {config['recipe']}, {config['dataset']} η={config['eta']} μ={config['mu']}"
         accuracy = [record["val_accuracy"] for record in records]
-        axes[0].plot([record["flops"] for record in records], accuracy, label=name)
-        axes[1].plot([record["seconds"] / 60 for record in records], accuracy, label=name)
+        axes[0].plot([record["flops"] for record in records], accuracy, ".-", label=name)
+        axes[1].plot([record["seconds"] / 60 for record in records], accuracy, ".-", label=name)
         last = records[-1]
         figures[str(folder)] = {
             "flops": last["flops"],
