@@ -14,9 +14,9 @@ from torch import nn
 from tests.runs import TINY, call
 from urrl import checkpoint, train
 from urrl.config import Training
-from urrl.data.augment import find_policy
+from urrl.data.augment import find_policy, normalise
 from urrl.errors import UserError
-from urrl.evaluate import infer
+from urrl.evaluate import infer, looks, outputs
 from urrl.methods.average import Average
 from urrl.nets import Network, build_network
 
@@ -103,8 +103,36 @@ def test_a_prediction_is_the_mean_over_mirrored_and_moved_images(flip, move):
     torch.testing.assert_close(out.logits.exp().sum(1), torch.ones(5))
 
 
-def test_bf16_is_for_the_steps_alone(plain, tmp_path, monkeypatch):
-    """Of a run on a CPU that asks for it: steps, not what is looked at between epochs, and weights stay float32."""
+def test_a_look_in_its_turn():
+    policy = find_policy("digits")
+    x = torch.randint(256, (5, 1, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    net = build_network("fast", (1, 8, 8), 3, 4, 8, "linear").eval()
+    for turn, (_, look) in enumerate(2 * looks(normalise(x, policy), True, 1)):
+        assert torch.equal(outputs(net, x, policy, True, 1, turn=turn).logits, net(look).logits)
+    assert torch.equal(outputs(net, x, policy, turn=7).logits, outputs(net, x, policy).logits)  # there is but one
+
+
+def test_strong_views_of_grey_images_by_autoaugment(tmp_path, monkeypatch):
+    """cutout and autoaugment change the policy of the views alone, not that of predictions."""
+    seen = []
+    make = train.make_views
+
+    def noted(x, names, policy, *more):
+        seen.append((policy.cutout, policy.autoaugment, policy.pad))
+        return make(x, names, policy, *more)
+
+    monkeypatch.setattr(train, "make_views", noted)
+    assert call(*TINY, "--out", tmp_path / "paper").code == 0
+    assert set(seen) == {(3, False, 1)}
+    seen.clear()
+    settings = "--set cutout=0 --set autoaugment=true --set pad=2"
+    assert call(*TINY, *settings.split(), "--out", tmp_path / "own").code == 0
+    assert set(seen) == {(0, True, 2)}
+
+
+def test_bf16_is_for_what_is_learned(plain, tmp_path, monkeypatch):
+    """Of a run on a CPU that asks for it: steps and the looks at all items between epochs, not validation and test;
+    weights stay float32."""
     seen: dict[bool, set[torch.dtype]] = {True: set(), False: set()}
     forward = nn.Conv2d.forward
 
@@ -115,7 +143,7 @@ def test_bf16_is_for_the_steps_alone(plain, tmp_path, monkeypatch):
 
     monkeypatch.setattr(nn.Conv2d, "forward", noted)
     assert call(*TINY, "--set", "bf16=true", "--out", tmp_path / "run").code == 0
-    assert seen == {True: {torch.bfloat16}, False: {torch.float32}}
+    assert seen == {True: {torch.bfloat16}, False: {torch.bfloat16, torch.float32}}
     state = checkpoint.load(tmp_path / "run" / "last.ckpt")
     assert all(t.dtype != torch.bfloat16 for t in state["method"].values())
     result = json.loads((tmp_path / "run" / "result.json").read_text())
@@ -171,6 +199,16 @@ def shrunk(training: Training, steps: int) -> float:
 def test_decay_that_fits_the_run_shrinks_weights_alike(steps, lr, momentum):
     training = Training(weight_decay=-1.0, lr=lr, momentum=momentum, nesterov=True, warmup=0.2, schedule="linear")
     assert -math.log(shrunk(training, steps)) == pytest.approx(train.SHRINK, rel=0.05)
+
+
+def test_a_learning_rate_that_climbs_again():
+    training = Training(lr=0.2, warmup=0.2, schedule="linear", again=0.4, weight_decay=-1.0, nesterov=True)
+    rates = [train.learning_rate(step, 999, training) for step in range(999)]
+    for peak, top, start, end in ((80, 0.2, 0, 400), (520, 0.2 * train.SECOND, 400, 999)):
+        part = rates[start:end]
+        assert max(part) == pytest.approx(top, rel=0.02) and start + part.index(max(part)) == pytest.approx(peak, abs=2)
+        assert part[0] < 0.003 and part[-1] < 0.003
+    assert -math.log(shrunk(training, 1000)) == pytest.approx(train.SHRINK, rel=0.05)
 
 
 def test_decay_that_is_given_stays():

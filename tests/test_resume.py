@@ -112,6 +112,19 @@ def test_killed_between_any_two_file_operations(whole, tmp_path):
         assert_same(outcome(copy), expected, copy.name)
 
 
+def test_sure_labels_go_on(tmp_path):
+    """What the network said in former epochs, and which labels are sure, is in the checkpoint."""
+    small = "train --dataset digits --subset 120 --epochs 6 --threads 1 --quiet --set width=2 --set batch_size=40"
+    sure = shlex.split(f"{small} --set learn=sets --set voting=0.2 --set sure=0.5 --set sure_from=0.3")
+    assert call(*sure, "--out", tmp_path / "whole").code == 0
+    records = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
+    assert all(record["sure"] > 0 for record in records[2:])
+    run = unfinished(tmp_path / "whole", tmp_path / "run")
+    (run / "previous.ckpt").replace(run / "last.ckpt")
+    assert call(*sure, "--out", run, "--resume").code == 0
+    assert_same(outcome(run), outcome(tmp_path / "whole"))
+
+
 def test_a_torn_line_of_metrics_is_mended(whole, tmp_path):
     run = unfinished(whole, tmp_path / "run")
     with open(run / "metrics.jsonl", "a") as file:

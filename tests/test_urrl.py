@@ -298,6 +298,65 @@ def test_all_items_are_looked_at_only_where_something_learned_depends_on_it(lear
         assert not torch.allclose(said[silent - 1], said[silent])
 
 
+def test_sure_labels_are_learned_from_a_strong_view():
+    """sure: from a share of the run on, what the network said in each epoch since, 0.8 times as heavy in each before,
+    times the likelihood of the own set; a label with more than that share of it is learned, from the strong view, and
+    S has it; of all other items the set is learned, from the weak view. Nothing of it happens before."""
+    S = random_sets(40, 4, torch.Generator().manual_seed(0))
+    one_view: dict[str, Any] = dict(one_view="weak", vote="sets", learn="sets")
+    method = blob_method(
+        URRL, S, URRLConfig(alpha=0.0, phi=0.5, voting=0.25, sure=0.9, sure_from=0.5, **one_view)
+    ).eval()
+    rng = torch.Generator().manual_seed(1)
+    q = unit_rows(40, method.net.embed_dim, rng)
+    method.total_epochs = 8
+    firm = 5 * torch.randn(40, 4, generator=rng)
+    said, turns = [], []
+    for epoch in range(7):
+        logits = firm + torch.randn(40, 4, generator=rng)
+        said.append([reference.softmax(row.tolist()) for row in logits])
+
+        def look(turn=0, logits=logits):
+            turns.append(turn)
+            return Out(logits, q, q)
+
+        figures = method.begin_epoch(epoch, look)
+        assert method.views == (("weak", "strong") if epoch >= 4 else ("weak",))
+        assert (figures["sure"] > 0) == (epoch >= 4)
+    assert turns == [0, 0, 0, 0, 4, 5, 6]  # while it teaches, each epoch from another look
+    own = log_given(S, method.mu).exp()
+    views = {"weak": torch.randn(40, *method.shape), "strong": torch.randn(40, *method.shape)}
+    outs = {name: method.net(x).logits for name, x in views.items()}
+    wanted, sure, added = [], [], 0
+    for i in range(40):
+        opinion = [0.64 * said[4][i][c] + 0.8 * said[5][i][c] + said[6][i][c] for c in range(4)]
+        p = [opinion[c] * float(own[i, c]) for c in range(4)]
+        p = [v / sum(p) for v in p]
+        label = p.index(max(p))
+        sure.append(p[label] > 0.9)
+        f = reference.softmax(outs["strong" if sure[-1] else "weak"][i].tolist())
+        if sure[-1]:
+            assert method.S[i, label]
+            added += not S[i, label]
+            wanted.append(-math.log(f[label]))
+        else:
+            said_by_set = own[i] / own[i].sum()
+            outside = [c for c in range(4) if not method.S[i, c]]
+            shared = np.mean([float(said_by_set[c]) for c in outside]) if outside else 0.0
+            wanted.append(-math.log(sum(f[c] * (shared if c in outside else float(said_by_set[c])) for c in range(4))))
+    assert 5 < sum(sure) < 35 and added > 0
+    assert method.certain.tolist() == sure and figures["sure"] == pytest.approx(sum(sure) / 40)
+    step = method.loss(Batch(torch.arange(40), views))
+    assert step.terms["cr"].item() == pytest.approx(np.mean(wanted), rel=1e-4)
+
+
+def test_sure_is_refused_where_it_has_no_meaning():
+    with pytest.raises(UserError, match="sure takes one_view and learn=sets"):
+        URRLConfig(sure=0.9)
+    with pytest.raises(UserError, match="sure takes one_view and learn=sets"):
+        URRLConfig(sure=0.9, one_view="weak", vote="sets", learn="labels")
+
+
 def test_labels_follow_the_sets_votes():
     """l is network x vote (1e-8 at least) x likelihood of the item's own set, renormalised on S; sure labels enter S;
     the sets that vote are those that were given, not the corrected ones."""

@@ -35,6 +35,12 @@ class Training:
     lr: float = option(0.05, "highest learning rate", 0)
     warmup: float = option(0.0, "share of all steps in which the learning rate climbs to its highest", 0, 1)
     schedule: str = option("cosine", "how the learning rate falls to zero", choices=("cosine", "linear"))
+    again: float = option(
+        0.0,
+        "share of all steps after which the learning rate, at zero, climbs once more, less high; 0 = never",
+        0,
+        0.99,
+    )
     momentum: float = option(0.9, "SGD momentum", 0, 1)
     nesterov: bool = option(False, "Nesterov momentum")
     weight_decay: float = option(1e-3, "L2 penalty; -1 = one that fits the length of the run", -1)
@@ -42,11 +48,12 @@ class Training:
     norm_lr: float = option(1.0, "learning rate of the biases of normalisation layers, as a multiple of lr", 0)
     ema: float = option(0.0, "decay of the averaged weights that are evaluated; 0 = none", 0, 1)
     pad: int = option(-1, "views are moved by up to so many pixels; -1 = as the paper does with these images", -1, 64)
+    cutout: int = option(-1, "side of the square cut out of strong views, in pixels; -1 = as the paper does", -1, 4096)
+    autoaugment: bool = option(False, "strong views by AutoAugment where the paper has it not, too: on grey images")
     flip_test: bool = option(False, "test and predict with the mean over the image and its mirror image")
     move_test: int = option(0, "and over images moved by so many pixels, up-left and down-right", 0, 4)
-    bf16: bool = option(
-        False, "steps in bfloat16 on a CPU too: for CPUs with AVX512-BF16 or AMX, others are far slower"
-    )
+    bf16: bool = option(False, "all that is learned from in bfloat16 on a CPU too: for CPUs with AVX512-BF16 or AMX, "
+                        "others are far slower")  # fmt: skip
     compile: bool = option(False, "torch.compile the network; takes a C++ compiler and a minute or two at the start")
     sync_bn: bool = option(False, "under torchrun: batch normalisation over the rows of all processes")
     patience: int = option(25, "stop after so many epochs without a better validation; 0 = never", 0)
@@ -161,6 +168,8 @@ def _fast(dataset: str, method: str) -> dict[str, Any]:
         values |= dict(pad=2, lr=0.2, weight_decay=-1.0)
         if method not in _ON_PICO:
             values |= dict(members=2)
+        if method == "urrl":
+            values |= dict(sure=0.95, cutout=8, autoaugment=True)
     if dataset in ("cifar10", "cifar100", "cifar10n"):
         values |= dict(width=24, weight_decay=-1.0, norm_lr=16.0)
     if dataset == "digits":

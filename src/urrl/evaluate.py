@@ -26,9 +26,10 @@ def infer(net: Network, x: Items, policy: AnyPolicy, flip: bool = False, move: i
 
 
 @torch.no_grad()
-def outputs(net: Network, x: Items, policy: AnyPolicy, flip: bool = False, move: int = 0, batch: int = 256) -> Out:
+def outputs(net: Network, x: Items, policy: AnyPolicy, flip: bool = False, move: int = 0, batch: int = 256,
+            turn: int | None = None) -> Out:  # fmt: skip
     """Of the network in eval mode for x, un-augmented, in order; with `flip` or `move`, log of the mean probability
-    over `looks` in place of the logits."""
+    over `looks` in place of the logits, or the outputs for one of these looks, whose turn it is."""
     was_training = net.training
     net.eval()
     device = next(net.parameters()).device
@@ -36,7 +37,10 @@ def outputs(net: Network, x: Items, policy: AnyPolicy, flip: bool = False, move:
     for part in rows_of(x, [slice(start, start + batch) for start in range(0, max(1, len(x)), batch)]):
         interrupt.check()
         views = normalise(part.to(device), policy)
-        seen = [(weight, net(look)) for weight, look in looks(views, flip, move)]
+        choice = looks(views, flip, move)
+        if turn is not None:
+            choice = [choice[turn % len(choice)]]
+        seen = [(weight, net(look)) for weight, look in choice]
         out = seen[0][1]
         if len(seen) > 1:
             out = out._replace(logits=mean_probability(seen).log())

@@ -213,8 +213,9 @@ def learn(method: Method, splits: Splits, given: CandidateSets, policy: AnyPolic
         return {**validation(judged, splits.val, policy), **label_report(method, given.mask, splits.train.y)}
 
     moving = policy
-    if training.pad >= 0 and isinstance(policy, Policy):
-        moving = dataclasses.replace(policy, pad=training.pad)
+    if isinstance(policy, Policy):
+        own = {name: value for name in ("pad", "cutout") if (value := getattr(training, name)) >= 0}
+        moving = dataclasses.replace(policy, **own, autoaugment=policy.autoaugment or training.autoaugment)
     with show:
         state = fit(method, splits.train.x, moving, training, seed, examine, folder, resume, show)
     method.net.load_state_dict(state.best_weights)

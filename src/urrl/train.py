@@ -30,11 +30,12 @@ from urrl.errors import UserError, one_line
 from urrl.evaluate import outputs
 from urrl.files import UNREADABLE, append_text, sealed, unseal, write_text
 from urrl.methods import Batch, Method
-from urrl.nets import Network
+from urrl.nets import Network, Out
 from urrl.progress import Progress
 from urrl.seeding import derive_seed, generator
 
 SHRINK = 2.5  # of weight_decay=-1; how it was found: docs/fast.md
+SECOND = 0.6  # the learning rate's second peak, where it climbs again, beside the first
 
 
 class Diverged(Exception):
@@ -91,6 +92,11 @@ def fit(method: Method, x: Items, policy: AnyPolicy, training: Training, seed: i
         write_text(folder / "metrics.jsonl", "".join(map(line_of, state.history)))
 
     own = x[distributed.share(len(x))]
+
+    def look(turn: int = 0) -> Out:
+        with torch.autocast(x.device.type, half, enabled=half is not None):
+            return outputs(judged, own, policy, training.flip_test, training.move_test, turn=turn)
+
     method.total_epochs, method.may_stop = training.epochs, training.patience > 0
     show.start(training.epochs, steps, state.epoch)
     if state.epoch == 0:
@@ -107,7 +113,7 @@ def fit(method: Method, x: Items, policy: AnyPolicy, training: Training, seed: i
         torch.manual_seed(derive_seed(seed, "method", epoch))
         method.train()
         with counting() as counter:
-            figures = method.begin_epoch(epoch, lambda: outputs(judged, own, policy))
+            figures = method.begin_epoch(epoch, look)
         state.flops += _operations(counter)
         prepared = time.perf_counter()
 
@@ -251,21 +257,28 @@ def _operations(counter: FlopCounterMode) -> int:
 
 
 def learning_rate(step: int, steps: int, training: Training) -> float:
-    """Up along a line over the warm-up, then down to zero: a function of the step, so there is no state to keep."""
-    done = (step + 1) / (steps + 1)
+    """Up along a line over the warm-up, then down to zero, and `again`: a function of the step, so there is no state to
+    keep."""
+    done, top = (step + 1) / (steps + 1), training.lr
+    if training.again:
+        second = done >= training.again
+        done = (done - training.again) / (1 - training.again) if second else done / training.again
+        top *= SECOND if second else 1
     if done < training.warmup:
-        return training.lr * done / training.warmup
+        return top * done / training.warmup
     left = (1 - done) / (1 - training.warmup)
     fall = left if training.schedule == "linear" else (1 + math.cos(math.pi * (1 - left))) / 2
-    return training.lr * fall
+    return top * fall
 
 
 def weight_decay(training: Training, steps: int) -> float:
     """-1: by it alone a weight would shrink to e^-SHRINK over the run. At a step it loses lr / (1 - momentum) times the
     decay, and the learning rate is half of its highest in the mean, so a short run takes more decay."""
+    again = training.again or 1
     if training.weight_decay >= 0 or not training.lr:
         return max(0.0, training.weight_decay)
-    return SHRINK * (1 - training.momentum) / (training.lr / 2 * steps)
+    mean = training.lr / 2 * (again + SECOND * (1 - again))
+    return SHRINK * (1 - training.momentum) / (mean * steps)
 
 
 def _parameter_groups(net: Network, training: Training, decay: float) -> list[dict[str, Any]]:

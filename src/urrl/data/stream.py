@@ -80,11 +80,12 @@ class Streamed:
         loader = torch.utils.data.DataLoader(
             _Batches(self, wanted, shrink), batch_size=None, num_workers=self.workers,
             prefetch_factor=AHEAD if self.workers else None, generator=torch.Generator(),  # the loop has the global one
+            pin_memory=self.device.type == "cuda",  # so that a copy to the GPU does not hold up the step
         )  # fmt: skip
         for batch in loader:
             if isinstance(batch, UserError):
                 raise batch
-            yield batch.to(self.device)
+            yield batch.to(self.device, non_blocking=True)
 
     def small(self) -> Tensor:
         """All images as one tensor, at most 32 pixels a side: what a first look at raw items takes."""

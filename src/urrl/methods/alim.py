@@ -48,7 +48,7 @@ class ALIM(PiCO):
         self.register_buffer("sureness", torch.zeros(n))  # the largest score there
         self.register_buffer("log_lambda", torch.tensor(-torch.inf))
 
-    def begin_epoch(self, epoch: int, infer: Callable[[], Out]) -> dict[str, float]:
+    def begin_epoch(self, epoch: int, infer: Callable[..., Out]) -> dict[str, float]:
         super().begin_epoch(epoch, infer)
         if not self.after(self.config.start):
             return {}

@@ -82,9 +82,10 @@ class Method(nn.Module):
     def prepare(self, x: Items) -> None:
         """Before the first epoch: a look at the raw training items, in index order."""
 
-    def begin_epoch(self, epoch: int, infer: Callable[[], Out]) -> dict[str, float]:
+    def begin_epoch(self, epoch: int, infer: Callable[..., Out]) -> dict[str, float]:
         """Before an epoch; `infer()` gives the outputs for this process's share of the training items, un-augmented, in
-        index order: for all of them, where it is alone. Returns figures for the epoch's record."""
+        index order: for all of them, where it is alone; `infer(turn)` those for another of the looks that a prediction
+        is the mean over. Returns figures for the epoch's record."""
         return {}
 
     def loss(self, batch: Batch) -> Step:

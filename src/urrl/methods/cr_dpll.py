@@ -36,7 +36,7 @@ class CRDPLL(Method):
         super().__init__(net, sets, config)
         self.register_buffer("grown", torch.zeros(()))
 
-    def begin_epoch(self, epoch: int, infer: Callable[[], Out]) -> dict[str, float]:
+    def begin_epoch(self, epoch: int, infer: Callable[..., Out]) -> dict[str, float]:
         ramp = self.epochs_in(self.config.ramp)
         self.grown.fill_(min(1.0, epoch / ramp) if ramp else 1.0)
         return {}

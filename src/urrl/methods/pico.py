@@ -60,7 +60,7 @@ class PiCO(Method):
         self.register_buffer("steps", torch.zeros((), dtype=torch.long))
         self.register_buffer("epoch", torch.zeros((), dtype=torch.long))
 
-    def begin_epoch(self, epoch: int, infer: Callable[[], Out]) -> dict[str, float]:
+    def begin_epoch(self, epoch: int, infer: Callable[..., Out]) -> dict[str, float]:
         self.epoch.fill_(epoch)
         return {}
 

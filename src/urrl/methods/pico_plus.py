@@ -51,7 +51,7 @@ class PiCOPlus(PiCO):
         self.register_buffer("reliable", torch.ones(n, dtype=torch.bool))
         self.register_buffer("queue_reliable", torch.zeros(len(self.queue), dtype=torch.bool))
 
-    def begin_epoch(self, epoch: int, infer: Callable[[], Out]) -> dict[str, float]:
+    def begin_epoch(self, epoch: int, infer: Callable[..., Out]) -> dict[str, float]:
         super().begin_epoch(epoch, infer)
         if self.after(self.config.select):
             near = self.distance.argsort(stable=True)[: int(self.config.pure * len(self.distance))]

@@ -25,12 +25,14 @@ from urrl.distributed import everyone, partners, share, summed
 from urrl.errors import UserError
 from urrl.functional import complement_nll, draw_lambda, kl_to, renormalise_on, soft_cross_entropy
 from urrl.knn import cosine_topk
-from urrl.labels import Rows, own_blocks, row_blocks, weighted_rows
+from urrl.labels import DENSE, Rows, own_blocks, row_blocks, weighted_rows
 from urrl.likelihood import evidence_nll, log_given
 from urrl.methods.base import Batch, Method, Step
 from urrl.nets import Network, Out
 from urrl.theory import em_figures
 from urrl.warmstart import Vote, ballot, principal_components, raw_features
+
+MEMORY = 0.8  # of what the network said in former epochs, where labels become sure
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,9 @@ class URRLConfig:
     voting: float = option(1.0, "vote=sets: the share of the epochs that begin with a vote", 0, 1)
     learn: str = option("labels", "one_view learns l, or from the likelihood of the sets, own and neighbours'",
                         choices=("labels", "sets"))  # fmt: skip
+    sure: float = option(0.0, "learn=sets: a label with more than this share of what the network and the set say is "
+                         "learned from a strong view; 0 = never", 0, 1)  # fmt: skip
+    sure_from: float = option(0.4, "the share of the epochs after which labels are sure, and nobody votes", 0, 1)
     one_view: str = option("", "L_m and L_CR on this one view, mixed, without L_Sup; empty: the paper's three views",
                            choices=("", "weak", "strong"))  # fmt: skip
 
@@ -64,6 +69,8 @@ class URRLConfig:
             raise UserError("option one_view learns from L_m and L_CR: one of use_m and use_cr must be on")
         if self.one_view and self.vote == "labels":
             raise UserError("option one_view takes vote=sets: vote=labels makes l from two views of a step")
+        if self.sure and not (self.one_view and self.learn == "sets"):
+            raise UserError("option sure takes one_view and learn=sets")
 
 
 class URRL(Method):
@@ -72,6 +79,8 @@ class URRL(Method):
     config: URRLConfig
     evidence: Any  # (n, C) on S, as l: what the sets say of an item, without the network
     others: Tensor  # (n,) how much of it speaks for the labels outside S
+    opinion: Tensor  # (n, C) the network's, a mean over the epochs, the last ones most
+    certain: Tensor  # (n,) bool: whose label is sure
     z: Tensor
     ramp: Tensor
     mu: Tensor
@@ -90,6 +99,11 @@ class URRL(Method):
                 self.register_buffer("evidence", self.l.clone())
             else:
                 self.evidence = self.kept.with_evidence()
+        if config.sure:
+            if self.kept is not None:
+                raise UserError(f"option sure takes at most {DENSE:,} entries of items times classes")
+            self.register_buffer("opinion", torch.zeros(self.S.shape))
+            self.register_buffer("certain", torch.zeros(len(self.S), dtype=torch.bool))
 
     @torch.no_grad()
     def prepare(self, x: Items) -> None:
@@ -99,12 +113,15 @@ class URRL(Method):
             self._follow(ballot(raw_features(x), self.S), None, epoch=0)
 
     @torch.no_grad()
-    def begin_epoch(self, epoch: int, infer: Callable[[], Out]) -> dict[str, float]:
+    def begin_epoch(self, epoch: int, infer: Callable[..., Out]) -> dict[str, float]:
         c = self.config
         self.ramp.fill_(min(1.0, (epoch + 1) / c.ramp_epochs) if c.ramp_epochs else 1.0)
         if self._settled(epoch):
             return {"corrected_now": 0}
-        out = infer()
+        teaching = self._teaches(epoch)
+        if teaching:
+            self.views = (c.one_view, "strong")
+        out = infer(epoch) if teaching else infer()
         if c.vote == "labels":
             self.z.copy_(prototypes(out.q, self.l))
             if c.use_correction and epoch >= c.correct_from_epoch:
@@ -121,19 +138,34 @@ class URRL(Method):
                     # label, and the vote repeats it; the directions that do not tell the classes apart find others.
                     z = F.normalize(principal_components(out.feature, 128, whiten=True), dim=1)
                     vote = ballot(z, self._sets(), c.k, self.mu.item() if self.mu >= 0 else None)
-                self._follow(vote, out.logits, epoch)
+                self._follow(vote, self._remembered(out.logits) if teaching else out.logits, epoch)
             self.z.copy_(prototypes(out.q, self.l))
         now = sum(int((self.added[rows] == epoch).sum()) for rows in row_blocks(self.added))
-        return {"corrected_now": now, **em_figures(out, self.S, self.l, self.z, c.tau)}
+        figures = {"corrected_now": now, **em_figures(out, self.S, self.l, self.z, c.tau)}
+        return figures | {"sure": float(self.certain.float().mean())} if c.sure else figures
 
     def _settled(self, epoch: int) -> bool:
         """learn="sets", and the neighbours are silent: what is learned of an item is its own set, which stays as it is,
         so a look at all items before the epoch would be for l, S and z alone. They wait for the last epoch, where
         it is known which that is."""
         c = self.config
-        learns_l = not c.one_view or c.learn == "labels" or c.vote == "labels"
-        silent = max(1, self.epochs_in(c.voting))  # the first epoch without: there is always one at first
-        return not (learns_l or self.may_stop) and silent < epoch < self.total_epochs - 1
+        learns_l = not c.one_view or c.learn == "labels" or c.vote == "labels" or c.sure > 0
+        return not (learns_l or self.may_stop) and self._silent() < epoch < self.total_epochs - 1
+
+    def _silent(self) -> int:
+        """The first epoch without a vote: there is always one at first."""
+        return max(1, self.epochs_in(self.config.voting))
+
+    def _teaches(self, epoch: int) -> bool:
+        return self.config.sure > 0 and epoch >= max(self._silent(), self.epochs_in(self.config.sure_from))
+
+    def _remembered(self, logits: Tensor) -> Tensor:
+        """What the network said of this process's rows in former epochs, each from another look, and now, as logits: a
+        mean of many looks for the work of one."""
+        own = self.opinion[share(len(self.S))]
+        own = MEMORY * own + (1 - MEMORY) * logits.softmax(1)  # zero before the first: p does not depend on the scale
+        self.opinion.copy_(everyone(own))
+        return own.clamp_min(1e-12).log()
 
     def _sets(self) -> Tensor | Rows:
         """S as it was given."""
@@ -162,7 +194,13 @@ class URRL(Method):
             self.l[everyone(rows)] = everyone(renormalise_on(self.S[rows], p))
             if c.one_view and c.learn == "sets":
                 # The neighbours are a start; what they have wrong, the network would learn with the rest.
-                self.keep_evidence(rows, (heard + own).softmax(1))
+                said = (heard + own).softmax(1)
+                if self._teaches(epoch):
+                    best, label = p.max(1)
+                    certain = (best > c.sure) & self.S[rows].gather(1, label[:, None]).squeeze(1)
+                    said = torch.where(certain[:, None], F.one_hot(label, said.shape[1]), said)
+                    self.certain[everyone(rows)] = everyone(certain)
+                self.keep_evidence(rows, said)
 
     def keep_evidence(self, rows: Tensor, p: Tensor) -> None:
         """What the sets alone say of these rows: label by label on S, and how much speaks for all other labels."""
@@ -206,6 +244,9 @@ class URRL(Method):
         c = self.config
         n, own = len(batch.index), share(len(batch.index))  # no row needs another's outputs: each process has its own
         x, rows = batch.views[c.one_view], batch.index[own]
+        if "strong" in batch.views and c.sure:
+            certain = self.certain[rows].view(-1, *[1] * (x.dim() - 1))
+            x = torch.where(certain, batch.views["strong"], x)
         parts = [(torch.ones(()), rows)]
         if c.alpha:
             lam, partner = self._mixing(batch.index)
