@@ -336,7 +336,7 @@ def test_sure_labels_are_learned_from_a_strong_view():
         sure.append(p[label] > 0.9)
         f = reference.softmax(outs["strong" if sure[-1] else "weak"][i].tolist())
         if sure[-1]:
-            assert method.S[i, label]
+            assert method.S[i, label] and method.known[i] == label
             added += not S[i, label]
             wanted.append(-math.log(f[label]))
         else:
@@ -345,16 +345,30 @@ def test_sure_labels_are_learned_from_a_strong_view():
             shared = np.mean([float(said_by_set[c]) for c in outside]) if outside else 0.0
             wanted.append(-math.log(sum(f[c] * (shared if c in outside else float(said_by_set[c])) for c in range(4))))
     assert 5 < sum(sure) < 35 and added > 0
-    assert method.certain.tolist() == sure and figures["sure"] == pytest.approx(sum(sure) / 40)
+    assert (method.known >= 0).tolist() == sure and figures["sure"] == pytest.approx(sum(sure) / 40)
     step = method.loss(Batch(torch.arange(40), views))
     assert step.terms["cr"].item() == pytest.approx(np.mean(wanted), rel=1e-4)
 
 
+def test_every_second_member_learns_sure_labels():
+    S = random_sets(12, 4, torch.Generator().manual_seed(0))
+    options = URRLConfig(alpha=0.0, sure=0.9, one_view="weak", vote="sets", learn="sets")
+    for members, taught in ((1, [True]), (2, [False, True]), (3, [False, True, False])):
+        method = blob_method(URRL, S, options)
+        method.known.copy_(torch.arange(12) % 4)
+        method.net.members = members
+        rows = torch.randperm(12)
+        wanted = [c if t else -1 for part, t in zip(rows.tensor_split(members), taught) for c in (part % 4).tolist()]
+        assert method._taught(rows).tolist() == wanted
+
+
 def test_sure_is_refused_where_it_has_no_meaning():
-    with pytest.raises(UserError, match="sure takes one_view and learn=sets"):
+    with pytest.raises(UserError, match="sure takes one_view"):
         URRLConfig(sure=0.9)
-    with pytest.raises(UserError, match="sure takes one_view and learn=sets"):
-        URRLConfig(sure=0.9, one_view="weak", vote="sets", learn="labels")
+    with pytest.raises(UserError, match="sure takes one_view"):
+        URRLConfig(sure=0.9, one_view="weak", vote="sets", learn="labels", alpha=0.0)
+    with pytest.raises(UserError, match="alpha=0"):
+        URRLConfig(sure=0.9, one_view="weak", vote="sets", learn="sets", alpha=1.0)
 
 
 def test_labels_follow_the_sets_votes():

@@ -59,7 +59,7 @@ class URRLConfig:
     learn: str = option("labels", "one_view learns l, or from the likelihood of the sets, own and neighbours'",
                         choices=("labels", "sets"))  # fmt: skip
     sure: float = option(0.0, "learn=sets: a label with more than this share of what the network and the set say is "
-                         "learned from a strong view; 0 = never", 0, 1)  # fmt: skip
+                         "learned from a strong view, by every second of several members; 0 = never", 0, 1)  # fmt: skip
     sure_from: float = option(0.4, "the share of the epochs after which labels are sure, and nobody votes", 0, 1)
     one_view: str = option("", "L_m and L_CR on this one view, mixed, without L_Sup; empty: the paper's three views",
                            choices=("", "weak", "strong"))  # fmt: skip
@@ -69,8 +69,8 @@ class URRLConfig:
             raise UserError("option one_view learns from L_m and L_CR: one of use_m and use_cr must be on")
         if self.one_view and self.vote == "labels":
             raise UserError("option one_view takes vote=sets: vote=labels makes l from two views of a step")
-        if self.sure and not (self.one_view and self.learn == "sets"):
-            raise UserError("option sure takes one_view and learn=sets")
+        if self.sure and (not self.one_view or self.learn != "sets" or self.alpha):
+            raise UserError("option sure takes one_view, learn=sets and alpha=0")
 
 
 class URRL(Method):
@@ -80,7 +80,7 @@ class URRL(Method):
     evidence: Any  # (n, C) on S, as l: what the sets say of an item, without the network
     others: Tensor  # (n,) how much of it speaks for the labels outside S
     opinion: Tensor  # (n, C) the network's, a mean over the epochs, the last ones most
-    certain: Tensor  # (n,) bool: whose label is sure
+    known: Tensor  # (n,) the label where it is sure, or -1
     z: Tensor
     ramp: Tensor
     mu: Tensor
@@ -103,7 +103,7 @@ class URRL(Method):
             if self.kept is not None:
                 raise UserError(f"option sure takes at most {DENSE:,} entries of items times classes")
             self.register_buffer("opinion", torch.zeros(self.S.shape))
-            self.register_buffer("certain", torch.zeros(len(self.S), dtype=torch.bool))
+            self.register_buffer("known", torch.full((len(self.S),), -1))
 
     @torch.no_grad()
     def prepare(self, x: Items) -> None:
@@ -142,7 +142,7 @@ class URRL(Method):
             self.z.copy_(prototypes(out.q, self.l))
         now = sum(int((self.added[rows] == epoch).sum()) for rows in row_blocks(self.added))
         figures = {"corrected_now": now, **em_figures(out, self.S, self.l, self.z, c.tau)}
-        return figures | {"sure": float(self.certain.float().mean())} if c.sure else figures
+        return figures | {"sure": float((self.known >= 0).float().mean())} if c.sure else figures
 
     def _settled(self, epoch: int) -> bool:
         """learn="sets", and the neighbours are silent: what is learned of an item is its own set, which stays as it is,
@@ -194,13 +194,10 @@ class URRL(Method):
             self.l[everyone(rows)] = everyone(renormalise_on(self.S[rows], p))
             if c.one_view and c.learn == "sets":
                 # The neighbours are a start; what they have wrong, the network would learn with the rest.
-                said = (heard + own).softmax(1)
-                if self._teaches(epoch):
-                    best, label = p.max(1)
-                    certain = (best > c.sure) & self.S[rows].gather(1, label[:, None]).squeeze(1)
-                    said = torch.where(certain[:, None], F.one_hot(label, said.shape[1]), said)
-                    self.certain[everyone(rows)] = everyone(certain)
-                self.keep_evidence(rows, said)
+                self.keep_evidence(rows, (heard + own).softmax(1))
+            if self._teaches(epoch):
+                best, label = p.max(1)
+                self.known[everyone(rows)] = everyone(label.masked_fill(best <= c.sure, -1))
 
     def keep_evidence(self, rows: Tensor, p: Tensor) -> None:
         """What the sets alone say of these rows: label by label on S, and how much speaks for all other labels."""
@@ -244,9 +241,10 @@ class URRL(Method):
         c = self.config
         n, own = len(batch.index), share(len(batch.index))  # no row needs another's outputs: each process has its own
         x, rows = batch.views[c.one_view], batch.index[own]
-        if "strong" in batch.views and c.sure:
-            certain = self.certain[rows].view(-1, *[1] * (x.dim() - 1))
-            x = torch.where(certain, batch.views["strong"], x)
+        taught = None
+        if c.sure and "strong" in batch.views:
+            taught = self._taught(rows)
+            x = torch.where((taught >= 0).view(-1, *[1] * (x.dim() - 1)), batch.views["strong"], x)
         parts = [(torch.ones(()), rows)]
         if c.alpha:
             lam, partner = self._mixing(batch.index)
@@ -255,22 +253,33 @@ class URRL(Method):
         out = self.net(x)
         terms = {}
         if c.use_m:
-            terms["m"] = self._misfit(out.q @ self.z.T / c.tau, parts, soft_cross_entropy).sum() / n
+            terms["m"] = self._misfit(out.q @ self.z.T / c.tau, parts, taught, soft_cross_entropy).sum() / n
         if c.use_cr:
-            terms["cr"] = self._misfit(out.logits, parts, kl_to).sum() / n
+            terms["cr"] = self._misfit(out.logits, parts, taught, kl_to).sum() / n
         weights = {"m": c.w_m, "cr": c.w_cr}
         total = torch.stack([self.ramp * weights[name] * term for name, term in terms.items()]).sum()
         return Step(total, terms, {}, own=True)
 
-    def _misfit(self, logits: Tensor, parts: list[tuple[Tensor, Tensor]], to: Callable[[Tensor, Tensor], Tensor]
-                ) -> Tensor:  # fmt: skip
+    def _taught(self, rows: Tensor) -> Tensor:
+        """(b,): the labels of these rows of a batch that are sure, or -1. Of several members every second one has them,
+        the others go on with the sets: what the one kind has wrong is not what the other has wrong."""
+        parts = [self.known[part] for part in rows.tensor_split(self.net.members)]
+        if len(parts) > 1:
+            parts[::2] = [torch.full_like(part, -1) for part in parts[::2]]
+        return torch.cat(parts)
+
+    def _misfit(self, logits: Tensor, parts: list[tuple[Tensor, Tensor]], taught: Tensor | None,
+                to: Callable[[Tensor, Tensor], Tensor]) -> Tensor:  # fmt: skip
         """(b,): of logits for items mixed of parts, (weight, rows) each, to their l by that distance; learn="sets": to
-        what the sets say. There the network's opinion is that of the moment: in an l of the last epoch it would
-        confirm itself."""
+        what the sets say, or to the labels that are taught. There the network's opinion is that of the moment: in an l
+        of the last epoch it would confirm itself."""
         if self.config.learn == "labels":
             return to(logits, torch.stack([weight * self.l[rows] for weight, rows in parts]).sum(0))
         misfits = [weight * evidence_nll(logits, self.evidence_of(rows).log()) for weight, rows in parts]
-        return torch.stack(misfits).sum(0)
+        misfit = torch.stack(misfits).sum(0)
+        if taught is None:
+            return misfit
+        return torch.where(taught >= 0, F.cross_entropy(logits.float(), taught.clamp_min(0), reduction="none"), misfit)
 
     def _mixing(self, index: Tensor) -> tuple[Tensor, Tensor]:
         """(lambda, partners) for a batch."""

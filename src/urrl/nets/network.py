@@ -26,6 +26,8 @@ class Out(NamedTuple):
 
 
 class Network(nn.Module):
+    members: int = 1
+
     def __init__(self, backbone: nn.Module, n_classes: int, embed_dim: int, head: str):
         super().__init__()
         width: int = backbone.out_features  # type: ignore[assignment]
@@ -59,6 +61,7 @@ class Members(Network):
     def __init__(self, networks: list[Network]):
         nn.Module.__init__(self)
         self.networks = nn.ModuleList(networks)
+        self.members = len(networks)
         self.embed_dim = sum(net.embed_dim for net in networks)
 
     def forward(self, x: Tensor, views: int = 1) -> Out:
