@@ -115,7 +115,7 @@ def test_killed_between_any_two_file_operations(whole, tmp_path):
 def test_sure_labels_go_on(tmp_path):
     """What the network said in former epochs, and which labels are sure, is in the checkpoint."""
     small = "train --dataset digits --subset 120 --epochs 6 --threads 1 --quiet --set width=2 --set batch_size=40"
-    sure = shlex.split(f"{small} --set learn=sets --set voting=0.2 --set sure=0.5 --set sure_from=0.3")
+    sure = shlex.split(f"{small} --set learn=sets --set alpha=0 --set voting=0.2 --set sure=0.5 --set sure_from=0.3")
     assert call(*sure, "--out", tmp_path / "whole").code == 0
     records = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
     assert all(record["sure"] > 0 for record in records[2:])
