@@ -263,26 +263,29 @@ def test_learning_from_sets_is_the_likelihood_of_all_that_they_say():
 
 
 @pytest.mark.parametrize(
-    "learn, may_stop, voting, looks",
+    "learn, may_stop, voting, sure, looks",
     [
-        ("sets", False, 0.5, [0, 1, 2, 3, 4, 7]),
-        ("sets", False, 0.0, [0, 1, 7]),  # the vote before the first epoch is there all the same
-        ("sets", True, 0.5, list(range(8))),
-        ("labels", False, 0.5, list(range(8))),
+        ("sets", False, 0.5, 0.0, [0, 1, 2, 3, 4, 7]),
+        ("sets", False, 0.0, 0.0, [0, 1, 7]),  # the vote before the first epoch is there all the same
+        ("sets", False, 0.0, 1.0, [0, 1, 6, 7]),
+        ("sets", True, 0.5, 0.0, list(range(8))),
+        ("labels", False, 0.5, 0.0, list(range(8))),
     ],
 )
-def test_all_items_are_looked_at_only_where_something_learned_depends_on_it(learn, may_stop, voting, looks):
-    """Of eight epochs, at those with a vote, at the first after them, and at the last; at all of them where any may be
-    the last."""
+def test_all_items_are_looked_at_only_where_something_learned_depends_on_it(learn, may_stop, voting, sure, looks):
+    """Of eight epochs, at those with a vote, at the first after them, where labels may be sure, and at the last; at all
+    of them where any may be the last."""
     S = random_sets(30, 4, torch.Generator().manual_seed(0))
-    options = URRLConfig(one_view="weak", vote="sets", learn=learn, voting=voting, phi=0.5)
+    options = URRLConfig(
+        one_view="weak", vote="sets", learn=learn, voting=voting, phi=0.5, alpha=0.0, sure=sure, sure_from=0.75
+    )
     method = blob_method(URRL, S, options)
     method.total_epochs, method.may_stop = 8, may_stop
     rng = torch.Generator().manual_seed(1)
     looked, said = [], []
     for epoch in range(8):
 
-        def look(epoch=epoch):
+        def look(turn=0, epoch=epoch):
             looked.append(epoch)
             q = unit_rows(30, method.net.embed_dim, rng)
             return Out(4 * torch.randn(30, 4, generator=rng), q, q)

@@ -149,8 +149,9 @@ class URRL(Method):
         so a look at all items before the epoch would be for l, S and z alone. They wait for the last epoch, where
         it is known which that is."""
         c = self.config
-        learns_l = not c.one_view or c.learn == "labels" or c.vote == "labels" or c.sure > 0
-        return not (learns_l or self.may_stop) and self._silent() < epoch < self.total_epochs - 1
+        learns_l = not c.one_view or c.learn == "labels" or c.vote == "labels"
+        looks = learns_l or self.may_stop or self._teaches(epoch)
+        return not looks and self._silent() < epoch < self.total_epochs - 1
 
     def _silent(self) -> int:
         """The first epoch without a vote: there is always one at first."""
