@@ -325,8 +325,8 @@ def test_sure_labels_are_learned_from_a_strong_view():
 
         figures = method.begin_epoch(epoch, look)
         assert method.views == (("weak", "strong") if epoch >= 4 else ("weak",))
-        assert (figures["sure"] > 0) == (epoch >= 4)
-    assert turns == [0, 0, 0, 0, 4, 5, 6]  # while it teaches, each epoch from another look
+        assert (figures.get("sure", 0) > 0) == (epoch >= 4)
+    assert turns == [0, 0, 0, 4, 5, 6]  # while labels may be sure, each epoch from another look
     own = log_given(S, method.mu).exp()
     views = {"weak": torch.randn(40, *method.shape), "strong": torch.randn(40, *method.shape)}
     outs = {name: method.net(x).logits for name, x in views.items()}
