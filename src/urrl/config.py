@@ -165,9 +165,9 @@ def _fast(dataset: str, method: str) -> dict[str, Any]:
     if method == "urrl":
         values |= dict(start="vote", vote="sets", one_view="weak", learn="sets", voting=0.25, alpha=0.0, w_m=1.0)
     if dataset == "fmnist":
-        values |= dict(pad=2, lr=0.2, weight_decay=-1.0, epochs=60)
-        if method == "urrl":
-            values |= dict(again=0.3, voting=0.1, sure=0.95, sure_from=0.3, cutout=8, autoaugment=True)
+        values |= dict(pad=2, lr=0.2, weight_decay=-1.0)
+        if method not in _ON_PICO:
+            values |= dict(members=2)
     if dataset in ("cifar10", "cifar100", "cifar10n"):
         values |= dict(width=24, weight_decay=-1.0, norm_lr=16.0)
     if dataset == "digits":
