@@ -152,6 +152,7 @@ FORMS: dict[str, dict[str, object]] = {
     "urrl": CORRECTING,
     "urrl, paper form": {**CORRECTING, **PAPER_FORM},
     "urrl, unmixed": {**CORRECTING, "learn": "sets", "alpha": 0.0},
+    "urrl, sure": {**CORRECTING, "learn": "sets", "alpha": 0.0, "voting": 0.0, "sure": 0.3, "sure_from": 0.0},
     "pico_plus": {"select": 0.1, "knn": 0.1},
     "alim": {"start": 0.1},
     "irnet": {"start": 0.1},
@@ -203,6 +204,7 @@ def test_every_method_with_two_processes(alone, tmp_path):
         assert_same_answer(alone / name, tmp_path / name)
         assert json.loads((tmp_path / name / "result.json").read_text())["processes"] == 2
     assert json.loads((tmp_path / "urrl, paper form" / "result.json").read_text())["corrected"] > 0
+    assert json.loads((tmp_path / "urrl, sure" / "metrics.jsonl").read_text().splitlines()[-1])["sure"] > 0
 
 
 def _train_few(folder):
