@@ -35,12 +35,8 @@ class Training:
     lr: float = option(0.05, "highest learning rate", 0)
     warmup: float = option(0.0, "share of all steps in which the learning rate climbs to its highest", 0, 1)
     schedule: str = option("cosine", "how the learning rate falls to zero", choices=("cosine", "linear"))
-    again: float = option(
-        0.0,
-        "share of all steps after which the learning rate, at zero, climbs once more, less high; 0 = never",
-        0,
-        0.99,
-    )
+    again: float = option(0.0, "share of all steps after which the learning rate, at zero, climbs once more, to 0.6 of "
+                          "its highest; 0 = never", 0, 0.99)  # fmt: skip
     momentum: float = option(0.9, "SGD momentum", 0, 1)
     nesterov: bool = option(False, "Nesterov momentum")
     weight_decay: float = option(1e-3, "L2 penalty; -1 = one that fits the length of the run", -1)

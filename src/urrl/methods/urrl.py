@@ -60,7 +60,9 @@ class URRLConfig:
                         choices=("labels", "sets"))  # fmt: skip
     sure: float = option(0.0, "learn=sets: a label with more than this share of what the network and the set say is "
                          "learned from a strong view, by every second of several members; 0 = never", 0, 1)  # fmt: skip
-    sure_from: float = option(0.4, "the share of the epochs after which labels are sure, and nobody votes", 0, 1)
+    sure_from: float = option(
+        0.4, "labels may be sure after this share of the epochs, and once the votes have ended", 0, 1
+    )
     one_view: str = option("", "L_m and L_CR on this one view, mixed, without L_Sup; empty: the paper's three views",
                            choices=("", "weak", "strong"))  # fmt: skip
 
