@@ -32,7 +32,8 @@ from urrl.nets import Network, Out
 from urrl.theory import em_figures
 from urrl.warmstart import Vote, ballot, principal_components, raw_features
 
-MEMORY = 0.8  # of what the network said in former epochs, where labels become sure
+MEMORY = 0.5  # of what the network said at former looks, where labels become sure
+PAUSE = 3  # epochs from one such look at all items to the next: labels that are sure seldom change
 
 
 @dataclass(frozen=True)
@@ -118,12 +119,12 @@ class URRL(Method):
     def begin_epoch(self, epoch: int, infer: Callable[..., Out]) -> dict[str, float]:
         c = self.config
         self.ramp.fill_(min(1.0, (epoch + 1) / c.ramp_epochs) if c.ramp_epochs else 1.0)
-        if self._settled(epoch):
-            return {"corrected_now": 0}
         teaching = self._teaches(epoch)
         if teaching:
             self.views = (c.one_view, "strong")
-        out = infer(epoch) if teaching else infer()
+        if self._settled(epoch):
+            return {"corrected_now": 0, **self._sure_share()}
+        out = infer((epoch - self._first_taught()) // PAUSE) if teaching else infer()
         if c.vote == "labels":
             self.z.copy_(prototypes(out.q, self.l))
             if c.use_correction and epoch >= c.correct_from_epoch:
@@ -143,8 +144,10 @@ class URRL(Method):
                 self._follow(vote, self._remembered(out.logits) if teaching else out.logits, epoch)
             self.z.copy_(prototypes(out.q, self.l))
         now = sum(int((self.added[rows] == epoch).sum()) for rows in row_blocks(self.added))
-        figures = {"corrected_now": now, **em_figures(out, self.S, self.l, self.z, c.tau)}
-        return figures | {"sure": float((self.known >= 0).float().mean())} if c.sure else figures
+        return {"corrected_now": now, **em_figures(out, self.S, self.l, self.z, c.tau), **self._sure_share()}
+
+    def _sure_share(self) -> dict[str, float]:
+        return {"sure": float((self.known >= 0).float().mean())} if self.config.sure else {}
 
     def _settled(self, epoch: int) -> bool:
         """learn="sets", and the neighbours are silent: what is learned of an item is its own set, which stays as it is,
@@ -152,7 +155,8 @@ class URRL(Method):
         it is known which that is."""
         c = self.config
         learns_l = not c.one_view or c.learn == "labels" or c.vote == "labels"
-        looks = learns_l or self.may_stop or self._teaches(epoch)
+        asks = self._teaches(epoch) and (epoch - self._first_taught()) % PAUSE == 0
+        looks = learns_l or self.may_stop or asks
         return not looks and self._silent() < epoch < self.total_epochs - 1
 
     def _silent(self) -> int:
@@ -160,11 +164,14 @@ class URRL(Method):
         return max(1, self.epochs_in(self.config.voting))
 
     def _teaches(self, epoch: int) -> bool:
-        return self.config.sure > 0 and epoch >= max(self._silent(), self.epochs_in(self.config.sure_from))
+        return self.config.sure > 0 and epoch >= self._first_taught()
+
+    def _first_taught(self) -> int:
+        return max(self._silent(), self.epochs_in(self.config.sure_from))
 
     def _remembered(self, logits: Tensor) -> Tensor:
-        """What the network said of this process's rows in former epochs, each from another look, and now, as logits: a
-        mean of many looks for the work of one."""
+        """What the network said of this process's rows in former epochs, each time of another look, and now, as logits:
+        a mean of many looks for the work of one."""
         own = self.opinion[share(len(self.S))]
         own = MEMORY * own + (1 - MEMORY) * logits.softmax(1)  # zero before the first: p does not depend on the scale
         self.opinion.copy_(everyone(own))
