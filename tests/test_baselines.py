@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from tests import reference, reference_baselines
 from tests.runs import PAPER, assert_same, call, outcome, unfinished
 from tests.tools import as_sets, blob_method, distribution_on, random_sets, unit_rows
-from urrl.config import RECIPES, Training, build
+from urrl.config import RECIPES, Training, build, resolve
 from urrl.functional import mixup
 from urrl.likelihood import set_nll
 from urrl.methods import METHODS, Batch
@@ -502,6 +502,14 @@ def test_every_recipe_sets_what_exists(name, recipe, dataset):
     training = {f.name for f in dataclasses.fields(Training)}
     build(Training, {k: v for k, v in values.items() if k in training})
     build(METHODS[name].Config, {k: v for k, v in values.items() if k not in training})
+
+
+@pytest.mark.parametrize(("given", "sure"), [({}, 0.95), ({"epochs": 60}, 0.95), ({"epochs": 59}, 0.0)])
+def test_labels_become_sure_in_runs_that_have_time_for_it(given, sure):
+    cell = dict(eta=0.3, mu=0.3, convention="paper", seed=0, split="paper", subset=None)
+    run = resolve("fmnist", "urrl", "fast", METHODS["urrl"].Config, given, **cell)
+    assert run.options.sure == sure and (run.training.again > 0) == (sure > 0)
+    assert run.training.epochs == given.get("epochs", 125)
 
 
 def test_shares_of_a_run_are_whole_epochs():

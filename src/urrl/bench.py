@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from urrl import paper
-from urrl.config import RECIPES, Run, parse_settings, resolve
+from urrl.config import RECIPES, Run, Training, parse_settings, resolve
 from urrl.data import default_split, load
 from urrl.engines import ENGINES, Engine
 from urrl.errors import Busy, UserError
@@ -129,11 +129,11 @@ def paper_grid(grid: str, given: dict[str, list[Any]]) -> list[tuple[dict[str, A
 
 
 def _variants(study: str, dataset: str) -> list[dict[str, Any]]:
-    """Settings of URRL in a study: its own options as the paper has them, whatever the recipe says of them (of the fast
-    switches, one stands in for a part that the ablation takes away)."""
+    """Settings of URRL in a study: its own options and its views as the paper has them, whatever the recipe says of
+    them (of the fast switches, one stands in for a part that the ablation takes away)."""
     if study == "tsne":
         return [{}]
-    printed = paper_form(dataset)
+    printed = paper_form(dataset) | {name: getattr(Training, name) for name in ("again", "cutout", "autoaugment")}
     if study == "phi":
         return [{**printed, "phi": phi} for phi in paper.PHI]
     return [{**printed, "use_m": row.use_m, "use_cr": row.use_cr, "use_correction": row.use_correction}

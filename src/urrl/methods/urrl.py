@@ -73,7 +73,7 @@ class URRLConfig:
         if self.one_view and self.vote == "labels":
             raise UserError("option one_view takes vote=sets: vote=labels makes l from two views of a step")
         if self.sure and (not self.one_view or self.learn != "sets" or self.alpha):
-            raise UserError("option sure takes one_view, learn=sets and alpha=0")
+            raise UserError("option sure takes one_view, learn=sets and alpha=0 (or --set sure=0)")
 
 
 class URRL(Method):

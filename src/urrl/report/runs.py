@@ -131,7 +131,8 @@ def usual(config: dict[str, Any]) -> dict[str, Any]:
     """What the recipe sets for the method; of few feature vectors, where sizes decide."""
     from urrl.config import RECIPES, by_size
 
-    values = RECIPES[config["recipe"]](config["dataset"], config["method"]) if config["recipe"] in RECIPES else {}
+    which = config["dataset"], config["method"], config["training"]["epochs"]
+    values = RECIPES[config["recipe"]](*which) if config["recipe"] in RECIPES else {}
     return values | (by_size(2, (1,), config["method"]) if by_its_size(config) and config["recipe"] == "fast" else {})
 
 
@@ -146,7 +147,7 @@ def variant(config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     name = NAMES.get(method, method)
     if method not in METHODS or recipe is None:
         return name, {}
-    values = recipe(config["dataset"], method)
+    values = recipe(config["dataset"], method, config["training"]["epochs"])
     own = dict(vars(build(METHODS[method].Config, {k: v for k, v in values.items() if k in config["options"]})))
     if config["training"]["net"] == "mlp":
         values = usual(config)
