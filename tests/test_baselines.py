@@ -504,12 +504,13 @@ def test_every_recipe_sets_what_exists(name, recipe, dataset):
     build(METHODS[name].Config, {k: v for k, v in values.items() if k not in training})
 
 
-@pytest.mark.parametrize(("given", "sure"), [({}, 0.95), ({"epochs": 60}, 0.95), ({"epochs": 59}, 0.0)])
-def test_labels_become_sure_in_runs_that_have_time_for_it(given, sure):
+@pytest.mark.parametrize(("dataset", "epochs"), [("fmnist", 125), ("cifar10", 70)])
+def test_labels_become_sure_in_runs_that_have_time_for_it(dataset, epochs):
     cell = dict(eta=0.3, mu=0.3, convention="paper", seed=0, split="paper", subset=None)
-    run = resolve("fmnist", "urrl", "fast", METHODS["urrl"].Config, given, **cell)
-    assert run.options.sure == sure and (run.training.again > 0) == (sure > 0)
-    assert run.training.epochs == given.get("epochs", 125)
+    for given, sure in (({}, 0.95), ({"epochs": 60}, 0.95), ({"epochs": 59}, 0.0)):
+        run = resolve(dataset, "urrl", "fast", METHODS["urrl"].Config, given, **cell)
+        assert run.options.sure == sure and (run.training.again > 0) == (sure > 0)
+        assert run.training.epochs == given.get("epochs", epochs)
 
 
 def test_shares_of_a_run_are_whole_epochs():
