@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import shutil
+from typing import Any
 
 import numpy as np
 import pytest
@@ -506,7 +507,7 @@ def test_every_recipe_sets_what_exists(name, recipe, dataset):
 
 @pytest.mark.parametrize(("dataset", "epochs"), [("fmnist", 125), ("cifar10", 70)])
 def test_labels_become_sure_in_runs_that_have_time_for_it(dataset, epochs):
-    cell = dict(eta=0.3, mu=0.3, convention="paper", seed=0, split="paper", subset=None)
+    cell: dict[str, Any] = dict(eta=0.3, mu=0.3, convention="paper", seed=0, split="paper", subset=None)
     for given, sure in (({}, 0.95), ({"epochs": 60}, 0.95), ({"epochs": 59}, 0.0)):
         run = resolve(dataset, "urrl", "fast", METHODS["urrl"].Config, given, **cell)
         assert run.options.sure == sure and (run.training.again > 0) == (sure > 0)
