@@ -155,8 +155,8 @@ _FEW = dict(alpha=1.0, learn="labels", voting=1.0)  # a few hundred items a clas
 # has time for it. In fewer epochs they cost more than they bring.
 ENOUGH = 60
 _LONG: dict[str, dict[str, Any]] = {
-    "fmnist": dict(epochs=125, voting=0.05, sure=0.95, sure_from=0.18, again=0.18, cutout=8, autoaugment=True),
-    "cifar10": dict(epochs=70, width=32, voting=0.1, sure=0.95, sure_from=0.25, again=0.25, cutout=12),
+    "fmnist": dict(voting=0.05, sure=0.95, sure_from=0.18, again=0.18, cutout=8, autoaugment=True),
+    "cifar10": dict(voting=0.1, sure=0.95, sure_from=0.25, again=0.25, cutout=12),
 }
 
 
@@ -169,9 +169,11 @@ def _fast(dataset: str, method: str, epochs: Any = None) -> dict[str, Any]:
     if method == "urrl":
         values |= dict(start="vote", vote="sets", one_view="weak", learn="sets", voting=0.25, alpha=0.0, w_m=1.0)
     if dataset == "fmnist":
-        values |= dict(pad=2, lr=0.2, weight_decay=-1.0)
+        values |= dict(epochs=125, pad=2, lr=0.2, weight_decay=-1.0)
     if dataset in ("cifar10", "cifar100", "cifar10n"):
         values |= dict(width=24, weight_decay=-1.0, norm_lr=16.0)
+    if dataset == "cifar10":
+        values |= dict(width=32, epochs=70)
     if dataset == "digits":
         values |= dict(net="fast", width=16, epochs=60, batch_size=64, ema=0.98, flip_test=False, move_test=0)
         if method == "urrl":
