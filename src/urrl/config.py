@@ -155,8 +155,8 @@ _FEW = dict(alpha=1.0, learn="labels", voting=1.0)  # a few hundred items a clas
 # has time for it. In fewer epochs they cost more than they bring.
 ENOUGH = 60
 _LONG: dict[str, dict[str, Any]] = {
-    "fmnist": dict(voting=0.05, sure=0.95, sure_from=0.18, again=0.18, cutout=8, autoaugment=True),
-    "cifar10": dict(voting=0.1, sure=0.95, sure_from=0.25, again=0.25, cutout=12),
+    "fmnist": dict(voting=0.05, sure=0.95, sure_from=0.18, fade=0.3, again=0.18, cutout=8, autoaugment=True),
+    "cifar10": dict(voting=0.1, sure=0.95, sure_from=0.25, fade=0.3, again=0.25, cutout=12),
 }
 
 

@@ -34,6 +34,7 @@ from urrl.warmstart import Vote, ballot, principal_components, raw_features
 
 MEMORY = 0.5  # of what the network said at former looks, where labels become sure
 PAUSE = 3  # epochs from one such look at all items to the next: labels that are sure seldom change
+UNSURE, UNTAUGHT = -1, -2  # in place of a label: of an item, or for a member that learns from the sets alone
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,11 @@ class URRLConfig:
     sure_from: float = option(
         0.4, "labels may be sure after this share of the epochs, and once the votes have ended", 0, 1
     )
+    sure_strong: float = option(
+        0.5, "chance that a sure label is learned from a strong view, not from a weak one", 0, 1
+    )
+    fade: float = option(0.0, "share of the epochs, the last ones, in which the sets of items whose label is not sure "
+                         "count less and less", 0, 1)  # fmt: skip
     one_view: str = option("", "L_m and L_CR on this one view, mixed, without L_Sup; empty: the paper's three views",
                            choices=("", "weak", "strong"))  # fmt: skip
 
@@ -83,7 +89,8 @@ class URRL(Method):
     evidence: Any  # (n, C) on S, as l: what the sets say of an item, without the network
     others: Tensor  # (n,) how much of it speaks for the labels outside S
     opinion: Tensor  # (n, C) the network's, a mean over the epochs, the last ones most
-    known: Tensor  # (n,) the label where it is sure, or -1
+    known: Tensor  # (n,) the label where it is sure, or UNSURE
+    heed: Tensor  # what the sets of the others count, from 1 down to 0
     z: Tensor
     ramp: Tensor
     mu: Tensor
@@ -106,7 +113,8 @@ class URRL(Method):
             if self.kept is not None:
                 raise UserError(f"option sure takes at most {DENSE:,} entries of items times classes")
             self.register_buffer("opinion", torch.zeros(self.S.shape))
-            self.register_buffer("known", torch.full((len(self.S),), -1))
+            self.register_buffer("known", torch.full((len(self.S),), UNSURE))
+            self.register_buffer("heed", torch.ones(()))
 
     @torch.no_grad()
     def prepare(self, x: Items) -> None:
@@ -122,6 +130,8 @@ class URRL(Method):
         teaching = self._teaches(epoch)
         if teaching:
             self.views = (c.one_view, "strong")
+            left = self.total_epochs - epoch
+            self.heed.fill_(min(1.0, left / (c.fade * self.total_epochs)) if c.fade else 1.0)
         if self._settled(epoch):
             return {"corrected_now": 0, **self._sure_share()}
         out = infer((epoch - self._first_taught()) // PAUSE) if teaching else infer()
@@ -147,7 +157,7 @@ class URRL(Method):
         return {"corrected_now": now, **em_figures(out, self.S, self.l, self.z, c.tau), **self._sure_share()}
 
     def _sure_share(self) -> dict[str, float]:
-        return {"sure": float((self.known >= 0).float().mean())} if self.config.sure else {}
+        return {"sure": float((self.known != UNSURE).float().mean())} if self.config.sure else {}
 
     def _settled(self, epoch: int) -> bool:
         """learn="sets", and the neighbours are silent: what is learned of an item is its own set, which stays as it is,
@@ -207,7 +217,7 @@ class URRL(Method):
                 self.keep_evidence(rows, (heard + own).softmax(1))
             if self._teaches(epoch):
                 best, label = p.max(1)
-                self.known[everyone(rows)] = everyone(label.masked_fill(best <= c.sure, -1))
+                self.known[everyone(rows)] = everyone(label.masked_fill(best <= c.sure, UNSURE))
 
     def keep_evidence(self, rows: Tensor, p: Tensor) -> None:
         """What the sets alone say of these rows: label by label on S, and how much speaks for all other labels."""
@@ -254,7 +264,9 @@ class URRL(Method):
         taught = None
         if c.sure and "strong" in batch.views:
             taught = self._taught(rows)
-            x = torch.where((taught >= 0).view(-1, *[1] * (x.dim() - 1)), batch.views["strong"], x)
+            # What is not sure is seen in weak views alone. Were they its own, it would be learned by heart for them.
+            strong = (taught >= 0) & (torch.rand(n)[own].to(x.device) < c.sure_strong)
+            x = torch.where(strong.view(-1, *[1] * (x.dim() - 1)), batch.views["strong"], x)
         parts = [(torch.ones(()), rows)]
         if c.alpha:
             lam, partner = self._mixing(batch.index)
@@ -271,11 +283,11 @@ class URRL(Method):
         return Step(total, terms, {}, own=True)
 
     def _taught(self, rows: Tensor) -> Tensor:
-        """(b,): the labels of these rows of a batch that are sure, or -1. Of several members every second one has them,
-        the others go on with the sets: what the one kind has wrong is not what the other has wrong."""
+        """(b,): the labels of these rows of a batch that are sure, or UNSURE. Of several members every second one has
+        them, the others go on with the sets: what the one kind has wrong is not what the other has wrong."""
         parts = [self.known[part] for part in rows.tensor_split(self.net.members)]
         if len(parts) > 1:
-            parts[::2] = [torch.full_like(part, -1) for part in parts[::2]]
+            parts[::2] = [torch.full_like(part, UNTAUGHT) for part in parts[::2]]
         return torch.cat(parts)
 
     def _misfit(self, logits: Tensor, parts: list[tuple[Tensor, Tensor]], taught: Tensor | None,
@@ -289,6 +301,7 @@ class URRL(Method):
         misfit = torch.stack(misfits).sum(0)
         if taught is None:
             return misfit
+        misfit = torch.where(taught == UNSURE, self.heed * misfit, misfit)
         return torch.where(taught >= 0, F.cross_entropy(logits.float(), taught.clamp_min(0), reduction="none"), misfit)
 
     def _mixing(self, index: Tensor) -> tuple[Tensor, Tensor]:
