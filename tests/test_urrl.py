@@ -11,11 +11,18 @@ from tests import reference
 from tests.tools import as_sets, blob_method, distribution_on, random_sets, unit_rows
 from urrl.candidates import generate
 from urrl.errors import UserError
-from urrl.functional import complement_nll, kl_to, log_one_minus_softmax, renormalise_on, softmax_on
+from urrl.functional import (
+    complement_nll,
+    kl_to,
+    log_one_minus_softmax,
+    renormalise_on,
+    soft_cross_entropy,
+    softmax_on,
+)
 from urrl.likelihood import log_given
 from urrl.methods import Batch
 from urrl.methods.base import Step
-from urrl.methods.urrl import URRL, URRLConfig, class_thresholds, corrections, prototypes
+from urrl.methods.urrl import UNSURE, UNTAUGHT, URRL, URRLConfig, class_thresholds, corrections, prototypes
 from urrl.nets import Out
 from urrl.warmstart import ballot, principal_components
 
@@ -301,14 +308,20 @@ def test_all_items_are_looked_at_only_where_something_learned_depends_on_it(lear
         assert not torch.allclose(said[silent - 1], said[silent])
 
 
-def test_sure_labels_are_learned_from_a_strong_view():
+@pytest.mark.parametrize(("sure_strong", "fade"), [(0.5, 0.5), (0.0, 0.0), (1.0, 0.25), (0.5, 0.4)])
+def test_sure_labels_are_learned_from_strong_views(sure_strong, fade):
     """sure: from a share of the run on, what the network said in every third epoch, half as heavy each time before,
-    times the likelihood of the own set; a label with more than that share of it is learned, from the strong view, and
-    S has it; of all other items the set is learned, from the weak view. Nothing of it happens before."""
+    times the likelihood of the own set; a label with more than that share of it is learned, from the strong view or,
+    by chance, from the weak one, and S has it; of all other items the set is learned, from the weak view, and in the
+    last part of the run it counts less. Nothing of it happens before."""
     S = random_sets(40, 4, torch.Generator().manual_seed(0))
     one_view: dict[str, Any] = dict(one_view="weak", vote="sets", learn="sets")
     method = blob_method(
-        URRL, S, URRLConfig(alpha=0.0, phi=0.5, voting=0.125, sure=0.9, sure_from=0.25, **one_view)
+        URRL,
+        S,
+        URRLConfig(
+            alpha=0.0, phi=0.5, voting=0.125, sure=0.9, sure_from=0.25, sure_strong=sure_strong, fade=fade, **one_view
+        ),
     ).eval()
     rng = torch.Generator().manual_seed(1)
     q = unit_rows(40, method.net.embed_dim, rng)
@@ -330,6 +343,9 @@ def test_sure_labels_are_learned_from_a_strong_view():
     own = log_given(S, method.mu).exp()
     views = {"weak": torch.randn(40, *method.shape), "strong": torch.randn(40, *method.shape)}
     outs = {name: method.net(x).logits for name, x in views.items()}
+    torch.manual_seed(2)
+    coins = (torch.rand(40) < sure_strong).tolist()
+    counts = {0.0: 1.0, 0.25: 1.0, 0.4: 6 / 6.4, 0.5: 6 / 8}[fade]  # six of sixteen epochs are left
     wanted, sure, added = [], [], 0
     for i in range(40):
         opinion = [0.25 * said[4][i][c] + 0.5 * said[7][i][c] + said[10][i][c] for c in range(4)]
@@ -337,7 +353,7 @@ def test_sure_labels_are_learned_from_a_strong_view():
         p = [v / sum(p) for v in p]
         label = p.index(max(p))
         sure.append(p[label] > 0.9)
-        f = reference.softmax(outs["strong" if sure[-1] else "weak"][i].tolist())
+        f = reference.softmax(outs["strong" if sure[-1] and coins[i] else "weak"][i].tolist())
         if sure[-1]:
             assert method.S[i, label] and method.known[i] == label
             added += not S[i, label]
@@ -346,23 +362,37 @@ def test_sure_labels_are_learned_from_a_strong_view():
             said_by_set = own[i] / own[i].sum()
             outside = [c for c in range(4) if not method.S[i, c]]
             shared = np.mean([float(said_by_set[c]) for c in outside]) if outside else 0.0
-            wanted.append(-math.log(sum(f[c] * (shared if c in outside else float(said_by_set[c])) for c in range(4))))
+            likelihood = sum(f[c] * (shared if c in outside else float(said_by_set[c])) for c in range(4))
+            wanted.append(-counts * math.log(likelihood))
     assert 5 < sum(sure) < 35 and added > 0
     assert (method.known >= 0).tolist() == sure and figures["sure"] == pytest.approx(sum(sure) / 40)
+    torch.manual_seed(2)
     step = method.loss(Batch(torch.arange(40), views))
     assert step.terms["cr"].item() == pytest.approx(np.mean(wanted), rel=1e-4)
 
 
 def test_every_second_member_learns_sure_labels():
+    """The others go on with the sets, which do not fade for them."""
     S = random_sets(12, 4, torch.Generator().manual_seed(0))
-    options = URRLConfig(alpha=0.0, sure=0.9, one_view="weak", vote="sets", learn="sets")
+    options = URRLConfig(alpha=0.0, sure=0.9, fade=0.5, one_view="weak", vote="sets", learn="sets")
+    logits = torch.randn(12, 4)
     for members, taught in ((1, [True]), (2, [False, True]), (3, [False, True, False])):
         method = blob_method(URRL, S, options)
         method.known.copy_(torch.arange(12) % 4)
+        method.known[::3] = UNSURE
+        method.heed.fill_(0.25)
         method.net.members = members
         rows = torch.randperm(12)
-        wanted = [c if t else -1 for part, t in zip(rows.tensor_split(members), taught) for c in (part % 4).tolist()]
-        assert method._taught(rows).tolist() == wanted
+        kinds = [t for part, t in zip(rows.tensor_split(members), taught) for _ in part]
+        found = method._taught(rows)
+        assert found[~torch.tensor(kinds)].eq(UNTAUGHT).all()
+        assert found[torch.tensor(kinds)].tolist() == [
+            UNSURE if row % 3 == 0 else row % 4 for row, t in zip(rows.tolist(), kinds) if t
+        ]
+        whole = method._misfit(logits, [(torch.ones(()), rows)], None, soft_cross_entropy)
+        misfit = method._misfit(logits, [(torch.ones(()), rows)], found, soft_cross_entropy)
+        factor = torch.tensor([0.25 if t else 1.0 for t in kinds])
+        torch.testing.assert_close(misfit[found < 0], (factor * whole)[found < 0])
 
 
 def test_sure_is_refused_where_it_has_no_meaning():

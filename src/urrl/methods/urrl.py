@@ -264,7 +264,8 @@ class URRL(Method):
         taught = None
         if c.sure and "strong" in batch.views:
             taught = self._taught(rows)
-            # What is not sure is seen in weak views alone. Were they its own, it would be learned by heart for them.
+            # Items that are not sure are seen in weak views alone. If no others were, the network would learn what to
+            # say of such views from their sets, by heart.
             strong = (taught >= 0) & (torch.rand(n)[own].to(x.device) < c.sure_strong)
             x = torch.where(strong.view(-1, *[1] * (x.dim() - 1)), batch.views["strong"], x)
         parts = [(torch.ones(()), rows)]
