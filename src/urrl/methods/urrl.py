@@ -66,7 +66,7 @@ class URRLConfig:
         0.4, "labels may be sure after this share of the epochs, and once the votes have ended", 0, 1
     )
     sure_strong: float = option(
-        0.5, "chance that a sure label is learned from a strong view, not from a weak one", 0, 1
+        1.0, "chance that a sure label is learned from a strong view, not from a weak one", 0, 1
     )
     fade: float = option(0.0, "share of the epochs, the last ones, in which the sets of items whose label is not sure "
                          "count less and less", 0, 1)  # fmt: skip
