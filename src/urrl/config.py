@@ -151,8 +151,8 @@ def _paper(dataset: str, method: str, epochs: Any = None) -> dict[str, Any]:
 
 _FEW = dict(alpha=1.0, learn="labels", voting=1.0)  # a few hundred items a class: mixed, they are not learned by heart
 
-# A first climb and fall of the learning rate, and from there on labels that are sure, in strong views: URRL where it has
-# time for it. In fewer epochs they cost more than they bring; what F-MNIST has of weak views and fading costs on CIFAR.
+# A first climb and fall of the learning rate, and from there on labels that are sure: URRL where it has time for it. In
+# fewer epochs they cost more than they bring; weak views and fading, which F-MNIST has, cost on CIFAR-10.
 ENOUGH = 60
 _LONG: dict[str, dict[str, Any]] = {
     "fmnist": dict(
