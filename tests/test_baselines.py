@@ -505,7 +505,7 @@ def test_every_recipe_sets_what_exists(name, recipe, dataset):
     build(METHODS[name].Config, {k: v for k, v in values.items() if k not in training})
 
 
-@pytest.mark.parametrize(("dataset", "epochs"), [("fmnist", 125), ("cifar10", 70)])
+@pytest.mark.parametrize(("dataset", "epochs"), [("fmnist", 100), ("cifar10", 70)])
 def test_labels_become_sure_in_runs_that_have_time_for_it(dataset, epochs):
     cell: dict[str, Any] = dict(eta=0.3, mu=0.3, convention="paper", seed=0, split="paper", subset=None)
     for given, sure in (({}, 0.95), ({"epochs": 60}, 0.95), ({"epochs": 59}, 0.0)):

@@ -155,9 +155,7 @@ _FEW = dict(alpha=1.0, learn="labels", voting=1.0)  # a few hundred items a clas
 # fewer epochs they cost more than they bring; weak views and fading, which F-MNIST has, cost on CIFAR-10.
 ENOUGH = 60
 _LONG: dict[str, dict[str, Any]] = {
-    "fmnist": dict(
-        voting=0.05, sure=0.95, sure_from=0.18, sure_strong=0.5, fade=0.3, again=0.18, cutout=8, autoaugment=True
-    ),
+    "fmnist": dict(voting=0.05, sure=0.95, sure_from=0.18, sure_strong=0.5, fade=0.3, again=0.18, cutout=8),
     "cifar10": dict(voting=0.1, sure=0.95, sure_from=0.25, again=0.25, cutout=12),
 }
 
@@ -171,7 +169,7 @@ def _fast(dataset: str, method: str, epochs: Any = None) -> dict[str, Any]:
     if method == "urrl":
         values |= dict(start="vote", vote="sets", one_view="weak", learn="sets", voting=0.25, alpha=0.0, w_m=1.0)
     if dataset == "fmnist":
-        values |= dict(epochs=125, pad=2, lr=0.2, weight_decay=-1.0)
+        values |= dict(epochs=100, pad=2, lr=0.2, weight_decay=-1.0)
     if dataset in ("cifar10", "cifar100", "cifar10n"):
         values |= dict(width=24, weight_decay=-1.0, norm_lr=16.0)
     if dataset == "cifar10":
