@@ -131,7 +131,7 @@ def test_strong_views_of_grey_images_by_autoaugment(tmp_path, monkeypatch):
 
 
 def test_bf16_is_for_what_is_learned(plain, tmp_path, monkeypatch):
-    """Of a run on a CPU that asks for it: steps and the looks at all items between epochs, not validation and test;
+    """Of a run on a CPU that asks for it: steps, the looks at all items between epochs and validation, not the test;
     weights stay float32."""
     seen: dict[bool, set[torch.dtype]] = {True: set(), False: set()}
     forward = nn.Conv2d.forward

@@ -99,6 +99,12 @@ def test_the_lean_net_begins_with_patches_of_equal_variance(shape, width):
     assert stem.weight.grad is None and stem.bias.grad is not None
     assert len(y) == min(width, 2 * stem.weight[0].numel())
 
+    net.zero_grad()
+    net.settle()
+    net(x[:4]).logits.sum().backward()
+    first = net.backbone.get_parameter("pairs.0.halve.0.weight")
+    assert stem.bias.grad is None and first.grad is not None and first.grad.abs().sum() > 0
+
 
 def test_the_stem_of_very_large_images_learns_from_a_random_start():
     net = build_network("lean", (3, 320, 320), 10, 4, 8, "linear")
@@ -106,6 +112,8 @@ def test_the_stem_of_very_large_images_learns_from_a_random_start():
     net.begin(torch.randn(2, 3, 320, 320))
     after = net.backbone.get_parameter("stem.0.weight")
     assert torch.equal(before, after) and after.requires_grad
+    net.settle()
+    assert all(p.requires_grad for p in net.parameters())  # it has not learned enough
 
 
 def test_a_shortcut_with_few_channels_leaves_memory_alone():

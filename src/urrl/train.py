@@ -35,6 +35,7 @@ from urrl.progress import Progress
 from urrl.seeding import derive_seed, generator
 
 SHRINK = 2.5  # of weight_decay=-1; how it was found: docs/fast.md
+SETTLED = 0.1  # of the run: what the lean net's stem learns, it learns at the start, as in cifar10-airbench
 SECOND = 0.6  # the learning rate's second peak, where it climbs again, beside the first
 
 
@@ -112,6 +113,8 @@ def fit(method: Method, x: Items, policy: AnyPolicy, training: Training, seed: i
         began = time.perf_counter()
         torch.manual_seed(derive_seed(seed, "method", epoch))
         method.train()
+        if epoch >= SETTLED * training.epochs:
+            net.settle()
         with counting() as counter:
             figures = method.begin_epoch(epoch, look)
         state.flops += _operations(counter)
@@ -153,7 +156,7 @@ def fit(method: Method, x: Items, policy: AnyPolicy, training: Training, seed: i
             sums = {name: distributed.summed(term) for name, term in sums.items()}
         trained = time.perf_counter()
 
-        with counting() as counter:
+        with counting() as counter, torch.autocast(x.device.type, half, enabled=half is not None):
             exam = examine(judged)
         state.flops += _operations(counter)
         state.epoch = epoch + 1

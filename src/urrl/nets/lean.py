@@ -60,3 +60,7 @@ class LeanNet(nn.Module):
         stem.weight.requires_grad_(False)
         assert stem.bias is not None
         stem.bias.zero_()
+
+    def settle(self) -> None:
+        """A stem of main directions learns no more: nothing flows back over the whole image, where a step is dearest."""
+        self.stem.requires_grad_(self.get_parameter("stem.0.weight").requires_grad)

@@ -52,6 +52,11 @@ class Network(nn.Module):
         if isinstance(self.backbone, LeanNet):
             self.backbone.begin(x)
 
+    def settle(self) -> None:
+        """After the first part of a run: what has learned enough by then stays as it is."""
+        if isinstance(self.backbone, LeanNet):
+            self.backbone.settle()
+
 
 class Members(Network):
     """Several networks as one. They begin and learn apart: in training each has its own part of a batch's items. A
@@ -86,6 +91,11 @@ class Members(Network):
         for net in self.networks:
             assert isinstance(net, Network)
             net.begin(x)
+
+    def settle(self) -> None:
+        for net in self.networks:
+            assert isinstance(net, Network)
+            net.settle()
 
 
 NETS: dict[str, Callable[[tuple[int, ...], int], nn.Module]] = {  # (shape of one item, width) -> backbone
