@@ -151,6 +151,24 @@ def test_bf16_is_for_what_is_learned(plain, tmp_path, monkeypatch):
     assert result["test_accuracy"] == pytest.approx(plain["test_accuracy"], abs=0.1)
 
 
+def test_the_stem_learns_in_the_first_tenth_of_a_run(tmp_path, monkeypatch):
+    biases = []
+    save = checkpoint.save_epoch
+
+    def noted(folder, state):
+        biases.append(next(t.clone() for name, t in state["method"].items() if name.endswith("stem.0.bias")))
+        save(folder, state)
+
+    monkeypatch.setattr(checkpoint, "save_epoch", noted)
+    rng = np.random.default_rng(0)
+    x, candidates = rng.integers(256, size=(60, 16, 16), dtype=np.uint8), np.eye(2, dtype=bool)[np.arange(60) % 2]
+    np.savez(tmp_path / "x.npz", x=x, candidates=candidates)
+    short = "--method average --epochs 11 --threads 1 --quiet --set net=lean --set width=2 --set batch_size=20"
+    assert call("train", "--npz", tmp_path / "x.npz", *short.split(), "--out", tmp_path / "run").code == 0
+    changed = [not torch.equal(a, b) for a, b in zip(biases, biases[1:])]
+    assert biases[0].any() and changed == [True] + 9 * [False]
+
+
 def test_a_member_learns_as_if_it_were_alone(tmp_path, monkeypatch):
     """One step on images as they are: the first of three members ends where a single network does. And in an epoch of
     several steps each member sees each item once."""
