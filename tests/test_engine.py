@@ -1,5 +1,6 @@
 """What the loop and its process do besides learning."""
 
+import itertools
 import json
 import math
 import platform
@@ -165,7 +166,7 @@ def test_the_stem_learns_in_the_first_tenth_of_a_run(tmp_path, monkeypatch):
     np.savez(tmp_path / "x.npz", x=x, candidates=candidates)
     short = "--method average --epochs 11 --threads 1 --quiet --set net=lean --set width=2 --set batch_size=20"
     assert call("train", "--npz", tmp_path / "x.npz", *short.split(), "--out", tmp_path / "run").code == 0
-    changed = [not torch.equal(a, b) for a, b in zip(biases, biases[1:])]
+    changed = [not torch.equal(a, b) for a, b in itertools.pairwise(biases)]
     assert biases[0].any() and changed == [True] + 9 * [False]
 
 

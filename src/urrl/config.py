@@ -48,7 +48,7 @@ class Training:
     autoaugment: bool = option(False, "strong views by AutoAugment where the paper has it not, too: on grey images")
     flip_test: bool = option(False, "test and predict with the mean over the image and its mirror image")
     move_test: int = option(0, "and over images moved by so many pixels, up-left and down-right", 0, 4)
-    bf16: bool = option(False, "all that is learned from in bfloat16 on a CPU too: for CPUs with AVX512-BF16 or AMX, "
+    bf16: bool = option(False, "all but the test in bfloat16 on a CPU too: for CPUs with AVX512-BF16 or AMX, "
                         "others are far slower")  # fmt: skip
     compile: bool = option(False, "torch.compile the network; takes a C++ compiler and a minute or two at the start")
     sync_bn: bool = option(False, "under torchrun: batch normalisation over the rows of all processes")

@@ -214,7 +214,7 @@ def read_history(folder: Path, say: Callable[[str], None]) -> list[dict[str, Any
 
 
 def half_precision(device: torch.device, bf16: bool = False) -> torch.dtype | None:
-    """What a step computes in where that is faster: on CUDA and, where asked for, on CPUs; losses are float32."""
+    """What all but the test computes in, where that is faster: on CUDA and, if asked, on CPUs; losses are float32."""
     if device.type == "cpu" and bf16:
         return torch.bfloat16
     if device.type != "cuda":

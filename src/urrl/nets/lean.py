@@ -62,5 +62,5 @@ class LeanNet(nn.Module):
         stem.bias.zero_()
 
     def settle(self) -> None:
-        """A stem of main directions learns no more: nothing flows back over the whole image, where a step is dearest."""
+        """A stem of main directions learns no more: nothing flows back to the whole image, where a step is dearest."""
         self.stem.requires_grad_(self.get_parameter("stem.0.weight").requires_grad)
