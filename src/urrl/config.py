@@ -155,7 +155,9 @@ _FEW = dict(alpha=1.0, learn="labels", voting=1.0)  # a few hundred items a clas
 # fewer epochs they cost more than they bring; weak views and fading, which F-MNIST has, cost on CIFAR-10.
 ENOUGH = 60
 _LONG: dict[str, dict[str, Any]] = {
-    "fmnist": dict(voting=0.05, sure=0.95, sure_from=0.18, sure_strong=0.5, fade=0.3, again=0.18, cutout=8),
+    "fmnist": dict(
+        voting=0.05, sure=0.95, sure_from=0.18, sure_strong=0.5, fade=0.3, again=0.18, cutout=8, autoaugment=True
+    ),
     "cifar10": dict(voting=0.1, sure=0.95, sure_from=0.25, again=0.25, cutout=12),
 }
 
