@@ -19,7 +19,7 @@ import urrl
 import urrl.demo
 from tests.runs import TINY, assert_same, call, outcome, tree
 from urrl.candidates import CandidateSets
-from urrl.config import RECIPES, Training, describe
+from urrl.config import RECIPES, Training, describe, parse_settings
 from urrl.data import DATASETS, load, split
 from urrl.errors import UserError
 from urrl.methods import METHODS
@@ -229,6 +229,10 @@ def test_bad_input(tmp_path, arguments, word):
     before = tree(tmp_path)
     assert_refused(call(*BASE, "--out", "run", *arguments.split()), word)
     assert tree(tmp_path) == before
+
+
+def test_a_number_may_begin_with_its_point():
+    assert parse_settings(["phi=.5", "lr=-.25", "net=.lean"]) == {"phi": 0.5, "lr": -0.25, "net": ".lean"}
 
 
 @pytest.mark.parametrize("arguments", [["nonsense"], ["train"], ["generate", "--dataset", "digits"], ["predict"]])

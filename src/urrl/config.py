@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -128,7 +129,7 @@ def parse_settings(settings: list[str]) -> dict[str, Any]:
         if name in values:
             raise UserError(f"--set {name} is given twice")
         try:
-            values[name] = json.loads(text)
+            values[name] = json.loads(re.sub(r"^(-?)\.(?=\d)", r"\g<1>0.", text))  # .5 is a number to people
         except (ValueError, RecursionError):
             values[name] = text
     return values
