@@ -1,5 +1,6 @@
 """What the loop and its process do besides learning."""
 
+import dataclasses
 import itertools
 import json
 import math
@@ -228,6 +229,23 @@ def test_a_learning_rate_that_climbs_again():
         assert max(part) == pytest.approx(top, rel=0.02) and start + part.index(max(part)) == pytest.approx(peak, abs=2)
         assert part[0] < 0.003 and part[-1] < 0.003
     assert -math.log(shrunk(training, 1000)) == pytest.approx(train.SHRINK, rel=0.05)
+
+
+def test_a_scout_and_the_network_after_it_have_a_climb_and_a_decay_each():
+    training = Training(
+        lr=0.2, warmup=0.2, schedule="linear", scout=8, again=0.4, weight_decay=-1.0, nesterov=True, patience=0
+    )
+    rates = [train.learning_rate(step, 1000, training) for step in range(1000)]
+    alone = dataclasses.replace(training, scout=0, again=0.0)
+    for start, end in ((0, 400), (400, 1000)):
+        assert rates[start:end] == pytest.approx(
+            [train.learning_rate(step, end - start, alone) for step in range(end - start)], abs=1e-3
+        )
+        assert train.weight_decay(training, end - start) == train.weight_decay(alone, end - start)
+    shares = [(100, 0.4, 40), (100, 0.41, 41), (48, 0.375, 18), (3, 0.1, 1), (2, 0.9, 1), (1, 0.4, 0)]
+    for epochs, again, scouted in shares:
+        assert train.scouted(dataclasses.replace(training, epochs=epochs, again=again)) == scouted
+    assert train.scouted(dataclasses.replace(training, scout=0)) == 0
 
 
 def test_decay_that_is_given_stays():

@@ -38,6 +38,8 @@ class Training:
     schedule: str = option("cosine", "how the learning rate falls to zero", choices=("cosine", "linear"))
     again: float = option(0.0, "share of all steps after which the learning rate, at zero, climbs once more, to 0.6 of "
                           "its highest; 0 = never", 0, 0.99)  # fmt: skip
+    scout: int = option(0, "width of a network that learns first, until the learning rate climbs again, to all of its "
+                        "highest; there one of the whole width begins; 0 = none", 0, 4096)  # fmt: skip
     momentum: float = option(0.9, "SGD momentum", 0, 1)
     nesterov: bool = option(False, "Nesterov momentum")
     weight_decay: float = option(1e-3, "L2 penalty; -1 = one that fits the length of the run", -1)
@@ -60,6 +62,8 @@ class Training:
             raise UserError(f"option weight_decay must be at least 0, or -1, not {self.weight_decay}")
         if self.nesterov and not self.momentum:
             raise UserError("option nesterov takes a momentum above 0 (or --set nesterov=false)")
+        if self.scout and (self.patience or not self.again):
+            raise UserError("option scout takes again above 0 and patience=0 (or --set scout=0)")
 
 
 @dataclass(frozen=True)
@@ -233,6 +237,8 @@ def resolve(dataset: str, method: str, recipe: str, method_config: type, setting
     if method in _ON_PICO and values.get("members", 1) != 1:
         raise UserError(f"option members above 1 does not go with {method}, which contrasts embeddings of all items: "
                         "members do not share them")  # fmt: skip
+    if method in _ON_PICO and values.get("scout"):
+        raise UserError(f"option scout does not go with {method}, which keeps a copy of its network")
     return Run(
         dataset=dataset, method=method, recipe=recipe, **cell,
         training=build(Training, {k: v for k, v in values.items() if k in training}),

@@ -19,6 +19,7 @@ from urrl.files import read_json
 from urrl.nets import build_network
 from urrl.progress import clock
 from urrl.run import make_run, pick_device, train
+from urrl.train import read_history, scouted
 
 TINY = 32  # items of the runs that are counted
 
@@ -72,7 +73,10 @@ def count_flops(cell: Cell) -> float:
     with tempfile.TemporaryDirectory() as folder:
         splits = dataclasses.replace(splits, test=splits.val)
         result = train(run, dataset, splits, sets, Path(folder) / "run", device="cpu")
-    return result["train_flops"] / (result["epochs"] * result["n_train"]) * cell.run.training.epochs * items
+        first, both = (record["flops"] for record in read_history(Path(folder) / "run", print))
+    epochs = cell.run.training.epochs
+    early = scouted(cell.run.training) or epochs / 2  # so many epochs are like the first one, the others like the second
+    return (first * early + (both - first) * (epochs - early)) / result["n_train"] * items
 
 
 def speed(cell: Cell, device: str) -> float:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import math
 import os
 import shutil
 import time
@@ -21,20 +20,18 @@ from urrl import checkpoint, distributed
 from urrl.candidates import CandidateSets, generate, make_unreliable
 from urrl.config import Run, Training, by_size, resolve
 from urrl.data import Dataset, Splits, default_split, hold_out, load, split
-from urrl.data.augment import AnyPolicy, Policy, find_policy, normalise
+from urrl.data.augment import AnyPolicy, Policy, find_policy
 from urrl.data.own import data_sha256
-from urrl.data.stream import Items, rows_of
+from urrl.data.stream import Items
 from urrl.errors import UserError
 from urrl.evaluate import label_report, part_accuracy, validation
 from urrl.files import locked, read_json, sealed, write_json
 from urrl.methods import METHODS, Method, method_name
-from urrl.nets import Network, build_network
+from urrl.nets import Network
 from urrl.plots import draw_curves
 from urrl.progress import Progress
 from urrl.seeding import derive_seed
-from urrl.train import State, count_batches, fit
-
-PIXELS = 4_000_000  # of the images with which a network begins
+from urrl.train import State, count_batches, fit, new_network, scouted
 
 
 def make_run(
@@ -193,16 +190,9 @@ def build_method(run: Run, x: Items, policy: AnyPolicy, given: CandidateSets, de
     for name, pixels in (("pad", t.pad), ("move_test", t.move_test or -1)):
         if pixels >= 0 and pixels >= side:
             raise UserError(f"option {name}={pixels} takes images of more than {pixels} pixels a side")
-    torch.manual_seed(derive_seed(run.seed, "weights"))
-    net = build_network(t.net, shape, given.n_classes, t.width, t.embed_dim, t.head, t.members)
-    some = slice(0, max(1, PIXELS // math.prod(shape)))
-    net.begin(normalise(next(rows_of(x, [some])).cpu(), policy))
-    if len(shape) == 3:
-        net = net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # twice as fast on CPUs
-    method = METHODS[run.method](net, given, run.options).to(pick_device(device))
-    if t.sync_bn:
-        distributed.synchronise(method)
-    return method
+    first = t.scout if scouted(t) else t.width
+    net = new_network(t, first, x, policy, given.n_classes, derive_seed(run.seed, "weights"))
+    return METHODS[run.method](net, given, run.options).to(pick_device(device))
 
 
 def learn(method: Method, splits: Splits, given: CandidateSets, policy: AnyPolicy, training: Training, seed: int,
@@ -232,7 +222,6 @@ def train(run: Run, dataset: Dataset, splits: Splits, sets: CandidateSets, folde
     t = run.training
     shape = tuple(splits.train.x.shape[1:])
     method = build_method(run, splits.train.x, policy, given, device)
-    net = method.net
     n = len(splits.train.x)
     smallest = n // count_batches(n, t.batch_size)
     if (world := distributed.world()) > 1 and smallest < 2 * world and not t.sync_bn:
@@ -261,6 +250,7 @@ def train(run: Run, dataset: Dataset, splits: Splits, sets: CandidateSets, folde
             return done
 
         state = learn(method, splits, given, policy, t, run.seed, folder, resume, show)
+        net = method.net  # after a scout another one than before
         # the test part is touched here, once
         test_accuracy = part_accuracy(net, splits.test, policy, t.flip_test, t.move_test)
         result = {

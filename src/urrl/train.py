@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import json
 import math
@@ -30,13 +31,14 @@ from urrl.errors import UserError, one_line
 from urrl.evaluate import outputs
 from urrl.files import UNREADABLE, append_text, sealed, unseal, write_text
 from urrl.methods import Batch, Method
-from urrl.nets import Network, Out
+from urrl.nets import Network, Out, build_network
 from urrl.progress import Progress
 from urrl.seeding import derive_seed, generator
 
 SHRINK = 2.5  # of weight_decay=-1; how it was found: docs/fast.md
 SETTLED = 0.1  # of the run: what the lean net's stem learns, it learns at the start, as in cifar10-airbench
 SECOND = 0.6  # the learning rate's second peak, where it climbs again, beside the first
+PIXELS = 4_000_000  # of the images with which a network begins
 
 
 class Diverged(Exception):
@@ -61,22 +63,33 @@ def fit(method: Method, x: Items, policy: AnyPolicy, training: Training, seed: i
         ) -> State:  # fmt: skip
     """Train `method` on x (n, ...). `examine(net)` is asked after each epoch for a record of the validation, by which
     the best epoch is chosen. Writes metrics.jsonl and the checkpoints into the folder; None: keeps all in memory."""
-    net = method.net
-    x = x.to(next(net.parameters()).device)
-    average = copy.deepcopy(net) if training.ema else None
-    judged = average or net  # what is evaluated, and what sees all items between epochs
+    x = x.to(next(method.net.parameters()).device)
+    method.total_epochs, method.may_stop, method.scouted = training.epochs, training.patience > 0, scouted(training)
+    if turn := method.scouted:
+        training = dataclasses.replace(training, again=turn / training.epochs)  # a network begins with an epoch
     steps = count_batches(len(x), training.batch_size)  # an epoch, each with a batch for every member
-    groups = _parameter_groups(net, training, weight_decay(training, training.epochs * steps))
-    optimiser = torch.optim.SGD(groups, training.lr, training.momentum, nesterov=training.nesterov)
+    start, end = 0, turn or training.epochs  # the epochs in which this network learns
+    net, average, optimiser = _learner(method.net, training, (end - start) * steps)
+    judged = average or net  # what is evaluated, and what sees all items between epochs
     counting = functools.partial(counted, training.compile, folder is not None)
     half = half_precision(x.device, training.bf16)
     scaler = torch.amp.GradScaler(x.device.type, enabled=half == torch.float16)
-    if training.compile:
-        net.compile(dynamic=True)  # after the copy for the averaged weights, which runs too seldom to pay
     state = State()
+
+    def take_over() -> None:
+        """The scout has told what it knows, and the network of the run begins."""
+        nonlocal net, average, optimiser, judged, start, end
+        start, end = turn, training.epochs
+        own = new_network(training, training.width, x, policy, method.S.shape[1], derive_seed(seed, "weights", "own"))
+        method.net = own.to(x.device)
+        net, average, optimiser = _learner(method.net, training, (end - start) * steps)
+        judged = average or net
+
     load = functools.partial(checkpoint.load_epoch, folder, show.say) if folder and resume else None
     if load and (saved := distributed.on_first(load)):
         try:
+            if turn and saved["state"]["epoch"] > turn:
+                take_over()
             method.load_state_dict(saved["method"])
             optimiser.load_state_dict(saved["optimiser"])
             if average is not None:
@@ -98,7 +111,6 @@ def fit(method: Method, x: Items, policy: AnyPolicy, training: Training, seed: i
         with torch.autocast(x.device.type, half, enabled=half is not None):
             return outputs(judged, own, policy, training.flip_test, training.move_test, turn=turn)
 
-    method.total_epochs, method.may_stop = training.epochs, training.patience > 0
     show.start(training.epochs, steps, state.epoch)
     if state.epoch == 0:
         began = time.perf_counter()
@@ -113,11 +125,14 @@ def fit(method: Method, x: Items, policy: AnyPolicy, training: Training, seed: i
         began = time.perf_counter()
         torch.manual_seed(derive_seed(seed, "method", epoch))
         method.train()
-        if epoch >= SETTLED * training.epochs:
-            net.settle()
         with counting() as counter:
             figures = method.begin_epoch(epoch, look)
         state.flops += _operations(counter)
+        if turn and epoch == turn:
+            take_over()
+            state.best = -math.inf
+        if epoch - start >= SETTLED * (end - start):
+            net.settle()
         prepared = time.perf_counter()
 
         sums: dict[str, Tensor] = {}
@@ -140,7 +155,7 @@ def fit(method: Method, x: Items, policy: AnyPolicy, training: Training, seed: i
                 scaler.step(optimiser)
                 scaler.update()
                 if average is not None:
-                    _average(average, net, training.ema, epoch * steps + number)
+                    _average(average, net, training.ema, (epoch - start) * steps + number)
                 method.refine(batch, step)
             if number == 0:
                 state.flops += round(_operations(counter) * rows / len(batch.index))
@@ -193,6 +208,35 @@ def fit(method: Method, x: Items, policy: AnyPolicy, training: Training, seed: i
             append_text(folder / "metrics.jsonl", line_of(record))
         show.epoch(record)
     return state
+
+
+def new_network(t: Training, width: int, x: Items, policy: AnyPolicy, n_classes: int, seed: int) -> Network:
+    """Freshly initialised by the seed and by some of the items x, on the CPU."""
+    shape = tuple(x.shape[1:])
+    torch.manual_seed(seed)
+    net = build_network(t.net, shape, n_classes, width, t.embed_dim, t.head, t.members)
+    some = slice(0, max(1, PIXELS // math.prod(shape)))
+    net.begin(normalise(next(rows_of(x, [some])).cpu(), policy))
+    if t.sync_bn:
+        distributed.synchronise(net)
+    if len(shape) == 3:
+        net = net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # twice as fast on CPUs
+    return net
+
+
+def _learner(net: Network, training: Training, steps: int) -> tuple[Network, Network | None, torch.optim.SGD]:
+    """(net, its averaged weights, optimiser) for so many steps."""
+    average = copy.deepcopy(net) if training.ema else None
+    groups = _parameter_groups(net, training, weight_decay(training, steps))
+    optimiser = torch.optim.SGD(groups, training.lr, training.momentum, nesterov=training.nesterov)
+    if training.compile:
+        net.compile(dynamic=True)  # after the copy for the averaged weights, which runs too seldom to pay
+    return net, average, optimiser
+
+
+def scouted(training: Training) -> int:
+    """The epochs of the scout, of which there are some, and some after it."""
+    return min(math.ceil(training.again * training.epochs - 1e-9), training.epochs - 1) if training.scout else 0
 
 
 def line_of(record: dict[str, Any]) -> str:
@@ -266,7 +310,7 @@ def learning_rate(step: int, steps: int, training: Training) -> float:
     if training.again:
         second = done >= training.again
         done = (done - training.again) / (1 - training.again) if second else done / training.again
-        top *= SECOND if second else 1
+        top *= SECOND if second and not training.scout else 1
     if done < training.warmup:
         return top * done / training.warmup
     left = (1 - done) / (1 - training.warmup)
@@ -277,7 +321,7 @@ def learning_rate(step: int, steps: int, training: Training) -> float:
 def weight_decay(training: Training, steps: int) -> float:
     """-1: by it alone a weight would shrink to e^-SHRINK over the run. At a step it loses lr / (1 - momentum) times the
     decay, and the learning rate is half of its highest in the mean, so a short run takes more decay."""
-    again = training.again or 1
+    again = 1 if training.scout else training.again or 1  # each network has a climb of its own
     if training.weight_decay >= 0 or not training.lr:
         return max(0.0, training.weight_decay)
     mean = training.lr / 2 * (again + SECOND * (1 - again))

@@ -43,6 +43,7 @@ class Method(nn.Module):
     bound: ClassVar[str | None] = None  # "upper" or "lower": not a method to use but a line to compare with
     total_epochs: int = 500  # of the run; the loop sets it, schedules are shares of it
     may_stop: bool = False  # before that, where validation does not get better; the loop sets it
+    scouted: int = 0  # epochs of a first network, before that of the run begins; the loop sets it
     S: Any  # (n, C) bool, and
     l: Any  # (n, C): tensors or labels.Rows
     added: Any  # (n, C): the epoch at which a label entered S, or -1; of the methods that correct S

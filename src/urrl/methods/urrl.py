@@ -34,6 +34,7 @@ from urrl.warmstart import Vote, ballot, principal_components, raw_features
 
 MEMORY = 0.5  # of what the network said at former looks, where labels become sure
 PAUSE = 3  # epochs from one such look at all items to the next: labels that are sure seldom change
+PARTING = 3  # looks at all items when a scout ends
 UNSURE, UNTAUGHT = -1, -2  # in place of a label: of an item, or for a member that learns from the sets alone
 
 
@@ -65,6 +66,13 @@ class URRLConfig:
     sure_from: float = option(
         0.4, "labels may be sure after this share of the epochs, and once the votes have ended", 0, 1
     )
+    sure_own: float = option(1.0, "power of the own set's likelihood where labels become sure: the network's opinion "
+                             "of an item that it has learned holds some of it already", 0, 1)  # fmt: skip
+    sure_again: float = option(
+        0.0, "after the first look labels stay as sure as they are, up to this share of the epochs", 0, 1
+    )
+    sure_prior: float = option(0.0, "power of the network's former opinion of an item whose label is not sure, beside "
+                               "the likelihood of its set, in what is learned of it", 0, 1)  # fmt: skip
     sure_strong: float = option(
         1.0, "chance that a sure label is learned from a strong view, not from a weak one", 0, 1
     )
@@ -134,7 +142,8 @@ class URRL(Method):
             self.heed.fill_(min(1.0, left / (c.fade * self.total_epochs)) if c.fade else 1.0)
         if self._settled(epoch):
             return {"corrected_now": 0, **self._sure_share()}
-        out = infer((epoch - self._first_taught()) // PAUSE) if teaching else infer()
+        looks = [infer(turn) for turn in self._turns(epoch)] if teaching else [infer()]
+        out = looks[0]
         if c.vote == "labels":
             self.z.copy_(prototypes(out.q, self.l))
             if c.use_correction and epoch >= c.correct_from_epoch:
@@ -151,7 +160,8 @@ class URRL(Method):
                     # label, and the vote repeats it; the directions that do not tell the classes apart find others.
                     z = F.normalize(principal_components(out.feature, 128, whiten=True), dim=1)
                     vote = ballot(z, self._sets(), c.k, self.mu.item() if self.mu >= 0 else None)
-                self._follow(vote, self._remembered(out.logits) if teaching else out.logits, epoch)
+                said = [self._remembered(look.logits) for look in looks] if teaching else [out.logits]
+                self._follow(vote, said[-1], epoch)
             self.z.copy_(prototypes(out.q, self.l))
         now = sum(int((self.added[rows] == epoch).sum()) for rows in row_blocks(self.added))
         return {"corrected_now": now, **em_figures(out, self.S, self.l, self.z, c.tau), **self._sure_share()}
@@ -165,7 +175,8 @@ class URRL(Method):
         it is known which that is."""
         c = self.config
         learns_l = not c.one_view or c.learn == "labels" or c.vote == "labels"
-        asks = self._teaches(epoch) and (epoch - self._first_taught()) % PAUSE == 0
+        since = epoch - self._first_taught()
+        asks = self._teaches(epoch) and since % PAUSE == 0 and (not since or epoch >= self.epochs_in(c.sure_again))
         looks = learns_l or self.may_stop or asks
         return not looks and self._silent() < epoch < self.total_epochs - 1
 
@@ -177,7 +188,12 @@ class URRL(Method):
         return self.config.sure > 0 and epoch >= self._first_taught()
 
     def _first_taught(self) -> int:
-        return max(self._silent(), self.epochs_in(self.config.sure_from))
+        return max(self._silent(), self.scouted or self.epochs_in(self.config.sure_from))
+
+    def _turns(self, epoch: int) -> list[int]:
+        """Whose turn it is of the looks, where labels may be sure: each time another's. A scout tells more at once."""
+        since = epoch - self._first_taught()
+        return list(range(PARTING)) if since == 0 and self.scouted else [since // PAUSE]
 
     def _remembered(self, logits: Tensor) -> Tensor:
         """What the network said of this process's rows in former epochs, each time of another look, and now, as logits:
@@ -199,13 +215,14 @@ class URRL(Method):
         c = self.config
         if vote is not None:
             self.mu.fill_(vote.mu)
+        teaching = self._teaches(epoch)
         for rows, places in own_blocks(self.S):
             own = log_given(self.given(rows), self.mu)
             voices = [] if vote is None else [vote.on(places).clamp_min(1e-8).log()]
             heard = voices[0] * (1 - epoch / self.epochs_in(c.voting)) if voices and epoch else sum(voices)
             if logits is not None:
                 voices.append(logits[places].log_softmax(1))
-            p = (torch.stack(voices).mean(0) + own).softmax(1)
+            p = (torch.stack(voices).mean(0) + (c.sure_own if teaching else 1) * own).softmax(1)
             if c.use_correction and epoch >= c.correct_from_epoch:
                 best, label = p.max(1)
                 # p is a probability: a label with more than half of it is likelier than all others together
@@ -214,8 +231,10 @@ class URRL(Method):
             self.l[everyone(rows)] = everyone(renormalise_on(self.S[rows], p))
             if c.one_view and c.learn == "sets":
                 # The neighbours are a start; what they have wrong, the network would learn with the rest.
+                if teaching and c.sure_prior:
+                    heard = c.sure_prior * voices[-1]
                 self.keep_evidence(rows, (heard + own).softmax(1))
-            if self._teaches(epoch):
+            if teaching:
                 best, label = p.max(1)
                 self.known[everyone(rows)] = everyone(label.masked_fill(best <= c.sure, UNSURE))
 
