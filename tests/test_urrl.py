@@ -371,6 +371,55 @@ def test_sure_labels_are_learned_from_strong_views(sure_strong, fade):
     assert step.terms["cr"].item() == pytest.approx(np.mean(wanted), rel=1e-4)
 
 
+@pytest.mark.parametrize(("own_power", "prior"), [(0.5, 0.0), (1.0, 0.5), (0.0, 1.0)])
+def test_what_a_scout_said(own_power, prior):
+    """It tells in several looks at once; labels become sure by its opinion and so much of the own set, and stay as they
+    are for a while; of the other items a power of its opinion is learned beside the whole set."""
+    S = random_sets(40, 4, torch.Generator().manual_seed(0))
+    options = URRLConfig(
+        alpha=0.0, phi=0.5, voting=0.125, sure=0.8, sure_own=own_power, sure_prior=prior, sure_again=0.7,
+        one_view="weak", vote="sets", learn="sets",
+    )  # fmt: skip
+    method = blob_method(URRL, S, options).eval()
+    method.total_epochs, method.scouted = 16, 4
+    rng = torch.Generator().manual_seed(1)
+    firm = 4 * torch.randn(40, 4, generator=rng)
+    turns, said, wanted = [], [], []
+    views = {"weak": torch.randn(40, *method.shape), "strong": torch.randn(40, *method.shape)}
+    outs = {name: method.net(x).logits for name, x in views.items()}
+    for epoch in range(16):
+        if epoch == 5:
+            first = method.known.clone()
+            torch.manual_seed(2)
+            step = method.loss(Batch(torch.arange(40), views))
+
+        def look(turn=0, epoch=epoch):
+            turns.append((epoch, turn))
+            logits, q = firm + torch.randn(40, 4, generator=rng), unit_rows(40, method.net.embed_dim, rng)
+            if epoch == 4:
+                said.append([reference.softmax(row.tolist()) for row in logits])
+            return Out(logits, q, q)
+
+        method.begin_epoch(epoch, look)
+        if epoch == 12:
+            assert torch.equal(method.known, first)
+    assert turns[-5:] == [(4, 0), (4, 1), (4, 2), (13, 3), (15, 3)]
+    own = log_given(S, method.mu).exp()
+    n_sure = 0
+    for i in range(40):
+        opinion = [0.25 * said[0][i][c] + 0.5 * said[1][i][c] + said[2][i][c] for c in range(4)]
+        p = [opinion[c] * float(own[i, c]) ** own_power for c in range(4)]
+        label = p.index(max(p))
+        assert first[i] == (label if p[label] / sum(p) > 0.8 else UNSURE)
+        n_sure += p[label] / sum(p) > 0.8
+        f = reference.softmax(outs["strong" if first[i] >= 0 else "weak"][i].tolist())
+        told = own[i] / own[i].sum()
+        likelihood = sum(f[c] * float(told[c]) * (opinion[c] / sum(opinion)) ** prior for c in range(4))
+        wanted.append(-math.log(f[label] if first[i] >= 0 else likelihood))
+    assert 5 < n_sure < 35
+    assert step.terms["cr"].item() == pytest.approx(np.mean(wanted), rel=1e-4)
+
+
 def test_every_second_member_learns_sure_labels():
     """The others go on with the sets, which do not fade for them."""
     S = random_sets(12, 4, torch.Generator().manual_seed(0))

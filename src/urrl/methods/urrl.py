@@ -231,8 +231,6 @@ class URRL(Method):
             self.l[everyone(rows)] = everyone(renormalise_on(self.S[rows], p))
             if c.one_view and c.learn == "sets":
                 # The neighbours are a start; what they have wrong, the network would learn with the rest.
-                if teaching and c.sure_prior:
-                    heard = c.sure_prior * voices[-1]
                 self.keep_evidence(rows, (heard + own).softmax(1))
             if teaching:
                 best, label = p.max(1)
@@ -317,10 +315,12 @@ class URRL(Method):
         of the last epoch it would confirm itself."""
         if self.config.learn == "labels":
             return to(logits, torch.stack([weight * self.l[rows] for weight, rows in parts]).sum(0))
-        misfits = [weight * evidence_nll(logits, self.evidence_of(rows).log()) for weight, rows in parts]
-        misfit = torch.stack(misfits).sum(0)
         if taught is None:
-            return misfit
+            misfits = [weight * evidence_nll(logits, self.evidence_of(rows).log()) for weight, rows in parts]
+            return torch.stack(misfits).sum(0)
+        ((_, rows),) = parts  # what is sure is not mixed
+        said = F.normalize(self.opinion[rows], p=1, dim=1).clamp_min(1e-6)
+        misfit = evidence_nll(logits, self.evidence_of(rows).log() + self.config.sure_prior * said.log())
         misfit = torch.where(taught == UNSURE, self.heed * misfit, misfit)
         return torch.where(taught >= 0, F.cross_entropy(logits.float(), taught.clamp_min(0), reduction="none"), misfit)
 
