@@ -14,6 +14,7 @@ from tests import reference, reference_baselines
 from tests.runs import PAPER, assert_same, call, outcome, unfinished
 from tests.tools import as_sets, blob_method, distribution_on, random_sets, unit_rows
 from urrl.config import RECIPES, Training, build, resolve
+from urrl.errors import UserError
 from urrl.functional import mixup
 from urrl.likelihood import set_nll
 from urrl.methods import METHODS, Batch
@@ -505,13 +506,23 @@ def test_every_recipe_sets_what_exists(name, recipe, dataset):
     build(METHODS[name].Config, {k: v for k, v in values.items() if k not in training})
 
 
-@pytest.mark.parametrize(("dataset", "epochs"), [("fmnist", 100), ("cifar10", 70)])
-def test_labels_become_sure_in_runs_that_have_time_for_it(dataset, epochs):
+@pytest.mark.parametrize(("dataset", "epochs", "width"), [("fmnist", 48, 32), ("cifar10", 60, 40)])
+def test_a_scout_goes_first_in_runs_that_have_time_for_it(dataset, epochs, width):
+    """The net at the end is as wide for all methods, and its epochs are as many."""
     cell: dict[str, Any] = dict(eta=0.3, mu=0.3, convention="paper", seed=0, split="paper", subset=None)
-    for given, sure in (({}, 0.95), ({"epochs": 60}, 0.95), ({"epochs": 59}, 0.0)):
-        run = resolve(dataset, "urrl", "fast", METHODS["urrl"].Config, given, **cell)
-        assert run.options.sure == sure and (run.training.again > 0) == (sure > 0)
-        assert run.training.epochs == given.get("epochs", epochs)
+    for given, scouted in (({}, True), ({"epochs": 40}, True), ({"epochs": 39}, False)):
+        run, other = (resolve(dataset, m, "fast", METHODS[m].Config, given, **cell) for m in ("urrl", "proden"))
+        assert (run.options.sure > 0) == (run.training.scout > 0) == (run.training.again > 0) == scouted
+        assert run.training.scout < run.training.width == other.training.width and other.training.scout == 0
+        assert (run.training.width == width) == scouted
+        assert run.training.epochs == other.training.epochs == given.get("epochs", epochs)
+
+
+@pytest.mark.parametrize("name", ["pico", "irnet"])
+def test_no_scout_for_who_keeps_a_copy_of_the_network(name):
+    with pytest.raises(UserError, match=f"scout does not go with {name}"):
+        resolve("digits", name, "fast", METHODS[name].Config, {"scout": 2, "again": 0.5}, eta=0.3, mu=0.3,
+                convention="paper", seed=0, split="paper", subset=None)  # fmt: skip
 
 
 def test_shares_of_a_run_are_whole_epochs():

@@ -9,7 +9,7 @@ import torch
 
 from urrl.errors import UserError
 from urrl.nets import Members, build_network
-from urrl.nets.lean import convolution
+from urrl.nets.lean import Pair
 
 IMAGES = [(3, 32, 32), (1, 28, 28), (1, 8, 8)]
 
@@ -65,12 +65,19 @@ def test_what_does_not_fit_is_named(name, shape, head, named):
 
 
 @pytest.mark.parametrize(("inputs", "outputs"), [(24, 32), (32, 32), (24, 8)])
-def test_a_lean_convolution_begins_by_handing_on_its_inputs(inputs, outputs):
+def test_a_lean_pair_begins_by_handing_on_its_inputs_and_adds(inputs, outputs):
     x = torch.randn(2, inputs, 5, 7)
-    y = convolution(inputs, outputs)(x)
+    pair = Pair(inputs, outputs).eval()
+    y = pair.halve[0](x)
     same = min(inputs, outputs)
     torch.testing.assert_close(y[:, :same], x[:, :same])
     assert outputs == same or y[:, same:].std() > 0.1
+
+    half = pair.halve(x)
+    assert half.shape == (2, outputs, 2, 3)
+    assert not torch.allclose(pair(x), half)
+    torch.nn.init.zeros_(pair.get_parameter("add.0.weight"))
+    torch.testing.assert_close(pair(x), half)  # nothing to add
 
 
 @pytest.mark.parametrize(
@@ -95,7 +102,7 @@ def test_the_lean_net_begins_with_patches_of_equal_variance(shape, width):
     net.zero_grad()
     net.settle()
     net(x[:4]).logits.sum().backward()
-    first = net.backbone.get_parameter("pairs.0.0.weight")
+    first = net.backbone.get_parameter("pairs.0.halve.0.weight")
     assert stem.bias.grad is None and first.grad is not None and first.grad.abs().sum() > 0
 
 
