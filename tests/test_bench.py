@@ -117,8 +117,8 @@ def test_ablation_and_phi_are_about_the_paper_s_urrl(recipe):
 def test_studies_on_other_sets_and_methods():
     cells = read_grid("paper:ablation", {"dataset": ["fmnist"]})
     assert {c.run.dataset for c in cells} == {"fmnist"}
-    views = {(t.again, t.cutout, t.autoaugment) for t in (c.run.training for c in cells)}
-    assert views == {(0.0, -1, False)}  # the paper's, where the recipe has others
+    views = {(t.again, t.scout, t.cutout, t.autoaugment) for t in (c.run.training for c in cells)}
+    assert views == {(0.0, 0, -1, False)}  # the paper's, where the recipe has others
     with pytest.raises(UserError, match="has no data set 'digits'"):
         read_grid("paper:phi", {"dataset": ["digits"]})
     with pytest.raises(UserError, match="no other method"):

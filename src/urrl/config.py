@@ -164,9 +164,8 @@ _SCOUTED: dict[str, dict[str, Any]] = {
     "fmnist": dict(scout=16, again=0.375, sure_again=0.65, voting=0.1, fade=0.2, cutout=8, autoaugment=True),
     "cifar10": dict(scout=24, again=0.26, sure_again=0.55, voting=0.1, cutout=12),
 }
-_SURE = dict(
-    use_m=False, sure=0.95, sure_own=0.5, sure_prior=0.5, sure_strong=0.5
-)  # the scout's prototypes are of another space
+# Without L_m: there are no prototypes but the scout's, whose embeddings lie elsewhere, when its successor begins.
+_SURE = dict(use_m=False, sure=0.95, sure_own=0.5, sure_prior=0.5, sure_strong=0.5)
 
 
 def _fast(dataset: str, method: str, epochs: Any = None) -> dict[str, Any]:
