@@ -162,7 +162,7 @@ ENOUGH = 40
 _WIDE: dict[str, dict[str, Any]] = {"fmnist": dict(width=32, epochs=48), "cifar10": dict(width=40, epochs=60)}
 _SCOUTED: dict[str, dict[str, Any]] = {
     "fmnist": dict(scout=16, again=0.375, sure_again=0.65, voting=0.1, fade=0.2, cutout=8, autoaugment=True),
-    "cifar10": dict(scout=24, again=0.26, sure_again=0.55, voting=0.1, cutout=12),
+    "cifar10": dict(scout=24, again=0.26, sure_again=0.55, sure_strong=0.7, voting=0.1, cutout=12),
 }
 # Without L_m: there are no prototypes but the scout's, whose embeddings lie elsewhere, when its successor begins.
 _SURE = dict(use_m=False, sure=0.95, sure_own=0.5, sure_prior=0.5, sure_strong=0.5)
@@ -187,7 +187,7 @@ def _fast(dataset: str, method: str, epochs: Any = None) -> dict[str, Any]:
     if dataset in _WIDE and not (isinstance(epochs, int) and epochs < ENOUGH):
         values |= _WIDE[dataset]
         if method == "urrl":
-            values |= _SCOUTED[dataset] | _SURE
+            values |= _SURE | _SCOUTED[dataset]
     return values | _fast_baseline(method)
 
 

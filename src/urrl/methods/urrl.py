@@ -66,8 +66,8 @@ class URRLConfig:
     sure_from: float = option(
         0.4, "labels may be sure after this share of the epochs, and once the votes have ended", 0, 1
     )
-    sure_own: float = option(1.0, "power of the own set's likelihood where labels become sure: the network's opinion "
-                             "of an item that it has learned holds some of it already", 0, 1)  # fmt: skip
+    sure_own: float = option(1.0, "power of the own set's likelihood when labels become sure for the first time: the "
+                             "opinion of a network that has learned the set holds some of it", 0, 1)  # fmt: skip
     sure_again: float = option(
         0.0, "after the first look labels stay as sure as they are, up to this share of the epochs", 0, 1
     )
@@ -222,7 +222,8 @@ class URRL(Method):
             heard = voices[0] * (1 - epoch / self.epochs_in(c.voting)) if voices and epoch else sum(voices)
             if logits is not None:
                 voices.append(logits[places].log_softmax(1))
-            p = (torch.stack(voices).mean(0) + (c.sure_own if teaching else 1) * own).softmax(1)
+            trust = c.sure_own if teaching and epoch == self._first_taught() else 1.0
+            p = (torch.stack(voices).mean(0) + trust * own).softmax(1)
             if c.use_correction and epoch >= c.correct_from_epoch:
                 best, label = p.max(1)
                 # p is a probability: a label with more than half of it is likelier than all others together
