@@ -506,13 +506,13 @@ def test_every_recipe_sets_what_exists(name, recipe, dataset):
     build(METHODS[name].Config, {k: v for k, v in values.items() if k not in training})
 
 
-@pytest.mark.parametrize(("dataset", "epochs", "width"), [("fmnist", 48, 32), ("cifar10", 60, 40)])
+@pytest.mark.parametrize(("dataset", "epochs", "width"), [("fmnist", 75, 32), ("cifar10", 60, 40)])
 def test_a_scout_goes_first_in_runs_that_have_time_for_it(dataset, epochs, width):
     """The net at the end is as wide for all methods, and its epochs are as many."""
     cell: dict[str, Any] = dict(eta=0.3, mu=0.3, convention="paper", seed=0, split="paper", subset=None)
     for given, scouted in (({}, True), ({"epochs": 40}, True), ({"epochs": 39}, False)):
         run, other = (resolve(dataset, m, "fast", METHODS[m].Config, given, **cell) for m in ("urrl", "proden"))
-        assert (run.options.sure > 0) == (run.training.scout > 0) == (run.training.again > 0) == scouted
+        assert (run.options.sure > 0) == (run.training.scout > 0) == scouted
         assert run.training.scout < run.training.width == other.training.width and other.training.scout == 0
         assert (run.training.width == width) == scouted
         assert run.training.epochs == other.training.epochs == given.get("epochs", epochs)
@@ -521,7 +521,7 @@ def test_a_scout_goes_first_in_runs_that_have_time_for_it(dataset, epochs, width
 @pytest.mark.parametrize("name", ["pico", "irnet"])
 def test_no_scout_for_who_keeps_a_copy_of_the_network(name):
     with pytest.raises(UserError, match=f"scout does not go with {name}"):
-        resolve("digits", name, "fast", METHODS[name].Config, {"scout": 2, "again": 0.5}, eta=0.3, mu=0.3,
+        resolve("digits", name, "fast", METHODS[name].Config, {"scout": 2}, eta=0.3, mu=0.3,
                 convention="paper", seed=0, split="paper", subset=None)  # fmt: skip
 
 

@@ -233,18 +233,27 @@ def test_a_learning_rate_that_climbs_again():
 
 def test_a_scout_and_the_network_after_it_have_a_climb_and_a_decay_each():
     training = Training(
-        lr=0.2, warmup=0.2, schedule="linear", scout=8, again=0.4, weight_decay=-1.0, nesterov=True, patience=0
+        lr=0.2, warmup=0.2, schedule="linear", scout=8, scouting=0.4, weight_decay=-1.0, nesterov=True, patience=0
     )
     rates = [train.learning_rate(step, 1000, training) for step in range(1000)]
-    alone = dataclasses.replace(training, scout=0, again=0.0)
-    for start, end in ((0, 400), (400, 1000)):
+    alone = dataclasses.replace(training, scout=0)
+    for start, end in [(0, 400), (400, 1000)]:
         assert rates[start:end] == pytest.approx(
             [train.learning_rate(step, end - start, alone) for step in range(end - start)], abs=1e-3
         )
-        assert train.weight_decay(training, end - start) == train.weight_decay(alone, end - start)
+        decay = train.weight_decay(training, 1000, start / 1000, end / 1000)
+        assert decay == pytest.approx(train.weight_decay(alone, end - start))
+    twice = dataclasses.replace(training, again=0.1)
+    tops = [(0.0, 0.1, 1.0), (0.1, 0.4, train.SECOND), (0.4, 1.0, 1.0)]
+    assert train.climbs(twice) == tops
+    for begin, to, top in tops:
+        part = [train.learning_rate(step, 1000, twice) for step in range(round(1000 * begin), round(1000 * to))]
+        assert max(part) == pytest.approx(0.2 * top, rel=0.05) and min(part[0], part[-1]) < 0.01
+    way = 0.1 * (0.1 + 0.3 * train.SECOND) * 1000
+    assert train.weight_decay(twice, 1000, 0.0, 0.4) == pytest.approx(train.SHRINK * 0.1 / way)
     shares = [(100, 0.4, 40), (100, 0.41, 41), (48, 0.375, 18), (3, 0.1, 1), (2, 0.9, 1), (1, 0.4, 0)]
-    for epochs, again, scouted in shares:
-        assert train.scouted(dataclasses.replace(training, epochs=epochs, again=again)) == scouted
+    for epochs, share, scouted in shares:
+        assert train.scouted(dataclasses.replace(training, epochs=epochs, scouting=share)) == scouted
     assert train.scouted(dataclasses.replace(training, scout=0)) == 0
 
 

@@ -131,18 +131,19 @@ def test_sure_labels_go_on(tmp_path):
 def test_a_scout_and_the_network_after_it_go_on(tmp_path, monkeypatch):
     """Stopped before the scout has told what it knows, after that, and near the end: the same bits. The model is of the
     whole width, from the best of its own epochs."""
-    small = "train --dataset digits --subset 120 --epochs 6 --threads 1 --quiet --set batch_size=40 --set again=0.4"
-    small += " --set learn=sets --set alpha=0 --set voting=0.2 --set sure=0.5 --set sure_prior=0.5"
+    small = "train --dataset digits --subset 120 --epochs 6 --threads 1 --quiet --set batch_size=40"
+    small += " --set scouting=0.6 --set again=0.3 --set learn=sets --set alpha=0 --set voting=0.2"
+    small += " --set sure=0.5 --set sure_prior=0.5 --set sure_from=0.3"
     scouted = shlex.split(f"{small} --set width=4 --set scout=2")
     whole = tmp_path / "whole"
     assert call(*scouted, "--out", whole).code == 0
     records = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
-    assert [record["sure"] > 0 for record in records] == 3 * [False] + 3 * [True]
+    assert [record["sure"] > 0 for record in records] == 2 * [False] + 4 * [True]
     costs = [b["flops"] - a["flops"] for a, b in itertools.pairwise(records)]
-    assert min(costs[2:]) > 2 * max(costs[:2])
+    assert min(costs[3:]) > 2 * max(costs[:3])
     result = json.loads((whole / "result.json").read_text())
     net, *_ = load_model(whole)
-    assert result["best_epoch"] >= 3 and result["parameters"] == sum(p.numel() for p in net.parameters())
+    assert result["best_epoch"] >= 4 and result["parameters"] == sum(p.numel() for p in net.parameters())
     assert net.classifier.in_features == 4 * 4  # of the fast net
     save = checkpoint.save_epoch
     for epochs in (2, 3, 4, 5):
@@ -160,9 +161,11 @@ def test_a_scout_and_the_network_after_it_go_on(tmp_path, monkeypatch):
         assert_same(outcome(run), outcome(whole), str(epochs))
 
 
-@pytest.mark.parametrize("wrong", ["scout=2", "scout=2 --set again=0.5 --set patience=3"])
+@pytest.mark.parametrize("wrong", ["scout=2 --set patience=3", "scout=2 --set again=0.5"])
 def test_a_scout_takes_its_part_of_a_run(tmp_path, wrong):
-    assert_refused(call(*TINY, "--out", tmp_path / "run", "--set", *wrong.split()), "scout takes again above 0")
+    assert_refused(
+        call(*TINY, "--out", tmp_path / "run", "--set", *wrong.split()), "scout takes patience=0 and an again below"
+    )
     assert tree(tmp_path) == {}
 
 

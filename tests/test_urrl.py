@@ -377,8 +377,8 @@ def test_what_a_scout_said(own_power, prior):
     are for a while; of the other items a power of its opinion is learned beside the whole set."""
     S = random_sets(40, 4, torch.Generator().manual_seed(0))
     options = URRLConfig(
-        alpha=0.0, phi=0.5, voting=0.125, sure=0.8, sure_own=own_power, sure_prior=prior, sure_again=0.7,
-        one_view="weak", vote="sets", learn="sets",
+        alpha=0.0, phi=0.5, voting=0.125, sure=0.8, sure_from=0.25, sure_own=own_power, sure_prior=prior,
+        sure_again=0.7, one_view="weak", vote="sets", learn="sets",
     )  # fmt: skip
     method = blob_method(URRL, S, options).eval()
     method.total_epochs, method.scouted = 16, 4

@@ -38,8 +38,9 @@ class Training:
     schedule: str = option("cosine", "how the learning rate falls to zero", choices=("cosine", "linear"))
     again: float = option(0.0, "share of all steps after which the learning rate, at zero, climbs once more, to 0.6 of "
                           "its highest; 0 = never", 0, 0.99)  # fmt: skip
-    scout: int = option(0, "width of a network that learns first, until the learning rate climbs again, to all of its "
-                        "highest; there one of the whole width begins; 0 = none", 0, 4096)  # fmt: skip
+    scout: int = option(0, "width of a network that learns first; then one of the whole width begins, with a climb of "
+                        "its own; 0 = none", 0, 4096)  # fmt: skip
+    scouting: float = option(0.3, "share of all steps that are the scout's", 0, 0.99)
     momentum: float = option(0.9, "SGD momentum", 0, 1)
     nesterov: bool = option(False, "Nesterov momentum")
     weight_decay: float = option(1e-3, "L2 penalty; -1 = one that fits the length of the run", -1)
@@ -62,8 +63,8 @@ class Training:
             raise UserError(f"option weight_decay must be at least 0, or -1, not {self.weight_decay}")
         if self.nesterov and not self.momentum:
             raise UserError("option nesterov takes a momentum above 0 (or --set nesterov=false)")
-        if self.scout and (self.patience or not self.again):
-            raise UserError("option scout takes again above 0 and patience=0 (or --set scout=0)")
+        if self.scout and (self.patience or self.again >= self.scouting):
+            raise UserError("option scout takes patience=0 and an again below scouting (or --set scout=0)")
 
 
 @dataclass(frozen=True)
@@ -159,10 +160,20 @@ _FEW = dict(alpha=1.0, learn="labels", voting=1.0)  # a few hundred items a clas
 # Where there is time for it: a wider net, and in URRL, before that, a scout that learns from the sets, so that the net
 # begins with labels that are sure. In fewer epochs labels are sure of too much that is wrong.
 ENOUGH = 40
-_WIDE: dict[str, dict[str, Any]] = {"fmnist": dict(width=32, epochs=48), "cifar10": dict(width=40, epochs=60)}
+_WIDE: dict[str, dict[str, Any]] = {"fmnist": dict(width=32, epochs=75), "cifar10": dict(width=40, epochs=60)}
 _SCOUTED: dict[str, dict[str, Any]] = {
-    "fmnist": dict(scout=16, again=0.375, sure_again=0.65, voting=0.1, fade=0.2, cutout=8, autoaugment=True),
-    "cifar10": dict(scout=24, again=0.26, sure_again=0.55, sure_strong=0.7, voting=0.1, cutout=12),
+    "fmnist": dict(
+        scout=16,
+        scouting=0.72,
+        again=0.24,
+        sure_from=0.24,
+        sure_again=0.86,
+        voting=0.06,
+        fade=0.1,
+        cutout=8,
+        autoaugment=True,
+    ),
+    "cifar10": dict(scout=24, scouting=0.26, sure_from=0.26, sure_again=0.55, sure_strong=0.7, voting=0.1, cutout=12),
 }
 # Without L_m: there are no prototypes but the scout's, whose embeddings lie elsewhere, when its successor begins.
 _SURE = dict(use_m=False, sure=0.95, sure_own=0.5, sure_prior=0.5, sure_strong=0.5)

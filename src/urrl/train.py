@@ -66,10 +66,11 @@ def fit(method: Method, x: Items, policy: AnyPolicy, training: Training, seed: i
     x = x.to(next(method.net.parameters()).device)
     method.total_epochs, method.may_stop, method.scouted = training.epochs, training.patience > 0, scouted(training)
     if turn := method.scouted:
-        training = dataclasses.replace(training, again=turn / training.epochs)  # a network begins with an epoch
+        training = dataclasses.replace(training, scouting=turn / training.epochs)  # a network begins with an epoch
     steps = count_batches(len(x), training.batch_size)  # an epoch, each with a batch for every member
     start, end = 0, turn or training.epochs  # the epochs in which this network learns
-    net, average, optimiser = _learner(method.net, training, (end - start) * steps)
+    every = training.epochs * steps
+    net, average, optimiser = _learner(method.net, training, every, 0, training.scouting if turn else 1)
     judged = average or net  # what is evaluated, and what sees all items between epochs
     counting = functools.partial(counted, training.compile, folder is not None)
     half = half_precision(x.device, training.bf16)
@@ -82,7 +83,7 @@ def fit(method: Method, x: Items, policy: AnyPolicy, training: Training, seed: i
         start, end = turn, training.epochs
         own = new_network(training, training.width, x, policy, method.S.shape[1], derive_seed(seed, "weights", "own"))
         method.net = own.to(x.device)
-        net, average, optimiser = _learner(method.net, training, (end - start) * steps)
+        net, average, optimiser = _learner(method.net, training, every, training.scouting, 1)
         judged = average or net
 
     load = functools.partial(checkpoint.load_epoch, folder, show.say) if folder and resume else None
@@ -142,7 +143,7 @@ def fit(method: Method, x: Items, policy: AnyPolicy, training: Training, seed: i
         rows = training.members * len(x)
         for number, batch in enumerate(batches(x, indices, policy, method.views, rng)):
             interrupt.check()
-            rate = learning_rate(epoch * steps + number, training.epochs * steps, training)
+            rate = learning_rate(epoch * steps + number, every, training)
             for group in optimiser.param_groups:
                 group["lr"] = rate * group["pace"]
             # The first step's operations are counted, and stand for the epoch's other steps.
@@ -224,10 +225,11 @@ def new_network(t: Training, width: int, x: Items, policy: AnyPolicy, n_classes:
     return net
 
 
-def _learner(net: Network, training: Training, steps: int) -> tuple[Network, Network | None, torch.optim.SGD]:
-    """(net, its averaged weights, optimiser) for so many steps."""
+def _learner(net: Network, training: Training, steps: int, begin: float, end: float
+             ) -> tuple[Network, Network | None, torch.optim.SGD]:  # fmt: skip
+    """(net, its averaged weights, optimiser) from one share of a run's steps to another."""
     average = copy.deepcopy(net) if training.ema else None
-    groups = _parameter_groups(net, training, weight_decay(training, steps))
+    groups = _parameter_groups(net, training, weight_decay(training, steps, begin, end))
     optimiser = torch.optim.SGD(groups, training.lr, training.momentum, nesterov=training.nesterov)
     if training.compile:
         net.compile(dynamic=True)  # after the copy for the averaged weights, which runs too seldom to pay
@@ -236,7 +238,7 @@ def _learner(net: Network, training: Training, steps: int) -> tuple[Network, Net
 
 def scouted(training: Training) -> int:
     """The epochs of the scout, of which there are some, and some after it."""
-    return min(math.ceil(training.again * training.epochs - 1e-9), training.epochs - 1) if training.scout else 0
+    return min(math.ceil(training.scouting * training.epochs - 1e-9), training.epochs - 1) if training.scout else 0
 
 
 def line_of(record: dict[str, Any]) -> str:
@@ -303,28 +305,36 @@ def _operations(counter: FlopCounterMode) -> int:
     return int(distributed.summed(torch.tensor(counter.get_total_flops())))
 
 
-def learning_rate(step: int, steps: int, training: Training) -> float:
-    """Up along a line over the warm-up, then down to zero, and `again`: a function of the step, so there is no state to
-    keep."""
-    done, top = (step + 1) / (steps + 1), training.lr
+def climbs(training: Training) -> list[tuple[float, float, float]]:
+    """(begin, end, highest learning rate) of each, as shares of all steps and of lr."""
+    tops = {0.0: 1.0}
     if training.again:
-        second = done >= training.again
-        done = (done - training.again) / (1 - training.again) if second else done / training.again
-        top *= SECOND if second and not training.scout else 1
+        tops[training.again] = SECOND
+    if training.scout and training.scouting:
+        tops[training.scouting] = 1.0
+    return [(begin, end, top) for (begin, top), end in zip(tops.items(), [*list(tops)[1:], 1.0])]
+
+
+def learning_rate(step: int, steps: int, training: Training) -> float:
+    """Up along a line over the warm-up, then down to zero, in every climb: a function of the step, so there is no state
+    to keep."""
+    done = (step + 1) / (steps + 1)
+    begin, end, top = next(climb for climb in reversed(climbs(training)) if done >= climb[0])
+    done = (done - begin) / (end - begin)
     if done < training.warmup:
-        return top * done / training.warmup
+        return training.lr * top * done / training.warmup
     left = (1 - done) / (1 - training.warmup)
     fall = left if training.schedule == "linear" else (1 + math.cos(math.pi * (1 - left))) / 2
-    return top * fall
+    return training.lr * top * fall
 
 
-def weight_decay(training: Training, steps: int) -> float:
-    """-1: by it alone a weight would shrink to e^-SHRINK over the run. At a step it loses lr / (1 - momentum) times the
-    decay, and the learning rate is half of its highest in the mean, so a short run takes more decay."""
-    again = 1 if training.scout else training.again or 1  # each network has a climb of its own
+def weight_decay(training: Training, steps: int, begin: float = 0.0, end: float = 1.0) -> float:
+    """Of a network that learns from one share of a run's steps to another. -1: by it alone a weight would shrink to
+    e^-SHRINK. At a step it loses lr / (1 - momentum) times the decay, and the learning rate is half of its highest in
+    the mean of a climb, so a short run takes more decay."""
     if training.weight_decay >= 0 or not training.lr:
         return max(0.0, training.weight_decay)
-    mean = training.lr / 2 * (again + SECOND * (1 - again))
+    mean = training.lr / 2 * sum((to - since) * top for since, to, top in climbs(training) if begin <= since < end)
     return SHRINK * (1 - training.momentum) / (mean * steps)
 
 

@@ -69,7 +69,7 @@ class URRLConfig:
     sure_own: float = option(1.0, "power of the own set's likelihood when labels become sure for the first time: the "
                              "opinion of a network that has learned the set holds some of it", 0, 1)  # fmt: skip
     sure_again: float = option(
-        0.0, "after the first look labels stay as sure as they are, up to this share of the epochs", 0, 1
+        0.0, "after a scout labels stay as sure as they were, up to this share of the epochs", 0, 1
     )
     sure_prior: float = option(0.0, "power of the network's former opinion of an item whose label is not sure, beside "
                                "the likelihood of its set, in what is learned of it", 0, 1)  # fmt: skip
@@ -175,8 +175,10 @@ class URRL(Method):
         it is known which that is."""
         c = self.config
         learns_l = not c.one_view or c.learn == "labels" or c.vote == "labels"
-        since = epoch - self._first_taught()
-        asks = self._teaches(epoch) and since % PAUSE == 0 and (not since or epoch >= self.epochs_in(c.sure_again))
+        # After a scout the new network has to learn before it is asked.
+        rests = self.scouted and self.scouted < epoch < self.epochs_in(c.sure_again)
+        turns = (epoch - self._first_taught()) % PAUSE == 0 and not rests
+        asks = self._teaches(epoch) and (turns or epoch == self.scouted)
         looks = learns_l or self.may_stop or asks
         return not looks and self._silent() < epoch < self.total_epochs - 1
 
@@ -188,12 +190,12 @@ class URRL(Method):
         return self.config.sure > 0 and epoch >= self._first_taught()
 
     def _first_taught(self) -> int:
-        return max(self._silent(), self.scouted or self.epochs_in(self.config.sure_from))
+        return max(self._silent(), self.epochs_in(self.config.sure_from))
 
     def _turns(self, epoch: int) -> list[int]:
-        """Whose turn it is of the looks, where labels may be sure: each time another's. A scout tells more at once."""
-        since = epoch - self._first_taught()
-        return list(range(PARTING)) if since == 0 and self.scouted else [since // PAUSE]
+        """Whose turn it is of the looks, where labels may be sure: each time another's. At its end a scout has more."""
+        turn = (epoch - self._first_taught()) // PAUSE
+        return list(range(turn, turn + PARTING)) if self.scouted and epoch == self.scouted else [turn]
 
     def _remembered(self, logits: Tensor) -> Tensor:
         """What the network said of this process's rows in former epochs, each time of another look, and now, as logits:
