@@ -161,6 +161,11 @@ def test_a_scout_and_the_network_after_it_go_on(tmp_path, monkeypatch):
         assert_same(outcome(run), outcome(whole), str(epochs))
 
 
+def test_one_epoch_has_no_room_for_a_scout(tmp_path):
+    assert call(*TINY, "--epochs", "1", "--set", "scout=1", "--out", tmp_path / "run").code == 0
+    assert load_model(tmp_path / "run")[0].classifier.in_features == 4 * 2
+
+
 @pytest.mark.parametrize("wrong", ["scout=2 --set patience=3", "scout=2 --set again=0.5"])
 def test_a_scout_takes_its_part_of_a_run(tmp_path, wrong):
     assert_refused(

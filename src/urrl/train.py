@@ -65,12 +65,13 @@ def fit(method: Method, x: Items, policy: AnyPolicy, training: Training, seed: i
     the best epoch is chosen. Writes metrics.jsonl and the checkpoints into the folder; None: keeps all in memory."""
     x = x.to(next(method.net.parameters()).device)
     method.total_epochs, method.may_stop, method.scouted = training.epochs, training.patience > 0, scouted(training)
-    if turn := method.scouted:
-        training = dataclasses.replace(training, scouting=turn / training.epochs)  # a network begins with an epoch
+    turn = method.scouted
+    exact: dict[str, Any] = {"scouting": turn / training.epochs} if turn else {"scout": 0}
+    training = dataclasses.replace(training, **exact)  # a network begins with an epoch
     steps = count_batches(len(x), training.batch_size)  # an epoch, each with a batch for every member
     start, end = 0, turn or training.epochs  # the epochs in which this network learns
-    every = training.epochs * steps
-    net, average, optimiser = _learner(method.net, training, every, 0, training.scouting if turn else 1)
+    total = training.epochs * steps
+    net, average, optimiser = _learner(method.net, training, total, 0, training.scouting if turn else 1)
     judged = average or net  # what is evaluated, and what sees all items between epochs
     counting = functools.partial(counted, training.compile, folder is not None)
     half = half_precision(x.device, training.bf16)
@@ -83,7 +84,7 @@ def fit(method: Method, x: Items, policy: AnyPolicy, training: Training, seed: i
         start, end = turn, training.epochs
         own = new_network(training, training.width, x, policy, method.S.shape[1], derive_seed(seed, "weights", "own"))
         method.net = own.to(x.device)
-        net, average, optimiser = _learner(method.net, training, every, training.scouting, 1)
+        net, average, optimiser = _learner(method.net, training, total, training.scouting, 1)
         judged = average or net
 
     load = functools.partial(checkpoint.load_epoch, folder, show.say) if folder and resume else None
@@ -143,7 +144,7 @@ def fit(method: Method, x: Items, policy: AnyPolicy, training: Training, seed: i
         rows = training.members * len(x)
         for number, batch in enumerate(batches(x, indices, policy, method.views, rng)):
             interrupt.check()
-            rate = learning_rate(epoch * steps + number, every, training)
+            rate = learning_rate(epoch * steps + number, total, training)
             for group in optimiser.param_groups:
                 group["lr"] = rate * group["pace"]
             # The first step's operations are counted, and stand for the epoch's other steps.
@@ -310,7 +311,7 @@ def climbs(training: Training) -> list[tuple[float, float, float]]:
     tops = {0.0: 1.0}
     if training.again:
         tops[training.again] = SECOND
-    if training.scout and training.scouting:
+    if training.scout:
         tops[training.scouting] = 1.0
     return [(begin, end, top) for (begin, top), end in zip(tops.items(), [*list(tops)[1:], 1.0])]
 
