@@ -506,15 +506,15 @@ def test_every_recipe_sets_what_exists(name, recipe, dataset):
     build(METHODS[name].Config, {k: v for k, v in values.items() if k not in training})
 
 
-@pytest.mark.parametrize(("dataset", "epochs", "width"), [("fmnist", 75, 32), ("cifar10", 60, 40)])
-def test_a_scout_goes_first_in_runs_that_have_time_for_it(dataset, epochs, width):
+@pytest.mark.parametrize(("dataset", "epochs", "scout"), [("fmnist", 100, 0), ("cifar10", 60, 24)])
+def test_labels_become_sure_in_runs_that_have_time_for_it(dataset, epochs, scout):
     """The net at the end is as wide for all methods, and its epochs are as many."""
     cell: dict[str, Any] = dict(eta=0.3, mu=0.3, convention="paper", seed=0, split="paper", subset=None)
-    for given, scouted in (({}, True), ({"epochs": 40}, True), ({"epochs": 39}, False)):
+    for given, sure in (({}, 0.95), ({"epochs": 60}, 0.95), ({"epochs": 59}, 0.0)):
         run, other = (resolve(dataset, m, "fast", METHODS[m].Config, given, **cell) for m in ("urrl", "proden"))
-        assert (run.options.sure > 0) == (run.training.scout > 0) == scouted
-        assert run.training.scout < run.training.width == other.training.width and other.training.scout == 0
-        assert (run.training.width == width) == scouted
+        assert run.options.sure == sure and ((run.training.again or run.training.scout) > 0) == (sure > 0)
+        assert run.training.scout == (scout if sure else 0) and other.training.scout == 0
+        assert run.training.width == other.training.width
         assert run.training.epochs == other.training.epochs == given.get("epochs", epochs)
 
 
