@@ -133,8 +133,8 @@ def _variants(study: str, dataset: str) -> list[dict[str, Any]]:
     them (of the fast switches, one stands in for a part that the ablation takes away)."""
     if study == "tsne":
         return [{}]
-    views = ("again", "scout", "cutout", "autoaugment")
-    printed = paper_form(dataset) | {name: getattr(Training, name) for name in views}
+    printed = paper_form(dataset)
+    printed |= {name: getattr(Training, name) for name in ("again", "scout", "cutout", "autoaugment")}
     if study == "phi":
         return [{**printed, "phi": phi} for phi in paper.PHI]
     return [{**printed, "use_m": row.use_m, "use_cr": row.use_cr, "use_correction": row.use_correction}

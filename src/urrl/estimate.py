@@ -75,9 +75,7 @@ def count_flops(cell: Cell) -> float:
         result = train(run, dataset, splits, sets, Path(folder) / "run", device="cpu")
         first, both = (record["flops"] for record in read_history(Path(folder) / "run", print))
     epochs = cell.run.training.epochs
-    early = (
-        scouted(cell.run.training) or epochs / 2
-    )  # so many epochs are like the first one, the others like the second
+    early = scouted(cell.run.training) or epochs / 2  # epochs like the first one; the others are like the second
     return (first * early + (both - first) * (epochs - early)) / result["n_train"] * items
 
 
