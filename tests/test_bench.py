@@ -20,6 +20,7 @@ from urrl.cli import parser
 from urrl.errors import UserError
 from urrl.estimate import count_flops
 from urrl.methods import METHODS
+from urrl.run import make_run, train
 from urrl.worker import work
 
 TINY = """
@@ -233,6 +234,18 @@ def test_the_estimate_of_the_operations_is_near(finished):
     for cell in read_grid(str(finished / "grid.toml"), {})[:2]:
         counted = json.loads((finished / "out" / cell.name / "result.json").read_text())["train_flops"]
         assert count_flops(cell) == pytest.approx(counted, rel=0.33)
+
+
+def test_the_estimate_of_a_run_with_a_scout(tmp_path):
+    """A scout's epochs cost a fraction of the others; as many of each as the run has."""
+    grid = tmp_path / "grid.toml"
+    grid.write_text(
+        'dataset = "digits"\nepochs = 5\nsubset = 200\n[set]\nscout = 2\nscouting = 0.8\nwidth = 12\nbatch_size = 16\n'
+    )
+    (cell,) = read_grid(str(grid), {})
+    run, dataset, splits, sets = make_run(**cell.arguments)
+    counted = train(run, dataset, splits, sets, tmp_path / "run", device="cpu")["train_flops"]
+    assert count_flops(cell) == pytest.approx(counted, rel=0.33)
 
 
 def test_all_methods(monkeypatch, tmp_path):
