@@ -35,7 +35,7 @@ from urrl.nets import Network, Out, build_network
 from urrl.progress import Progress
 from urrl.seeding import derive_seed, generator
 
-SHRINK = 2.5  # of weight_decay=-1; how it was found: docs/fast.md
+SHRINK = 2.5  # of weight_decay=-1; how it was found: docs/trials.md
 SETTLED = 0.1  # of the run: what the lean net's stem learns, it learns at the start, as in cifar10-airbench
 SECOND = 0.6  # the learning rate's second peak, where it climbs again, beside the first
 PIXELS = 4_000_000  # of the images with which a network begins
